@@ -1,16 +1,16 @@
 """Loads from disk into the host tier. Each page is read once, even if several loads want it.
 
-A load is cut into *pieces* of a few MiB in prefix order. Each piece is one task of the mover: it decides
-under the lock, reads from disk into host slots, and reports under the lock. If another piece is reading a
-page already, the load waits for it instead of reading it twice. If a page cannot be loaded (no room, damaged,
-gone, the disk failed), the load is *cut* there: later pages would be useless without it.
+A load is split into *pieces* of up to 16 MiB in prefix order. Each piece is one task of the mover: it decides
+under the lock, reads from disk into host slots, and reports under the lock. If another load already reads a
+page, the load waits for it instead of reading the page twice. If a page cannot be loaded (no room, damaged,
+evicted, a disk error), the load is *cut* before that page, because the later pages would be useless.
 
-A hit can be larger than the host tier. The host tier may then be full of the hit's own later pages, or of
-pages that were copied already. The load releases those that are also on disk, because the leading pages are
+A hit can be larger than the host tier. The host tier may then be full of the hit's later pages, or of pages
+that were copied already. The load releases those of them that are also on disk, because the leading pages are
 needed first.
 
 When the disk stops answering, the stall detector (``health.py``) ends the loads that wait for it. Reads that
-hang keep their host slots and leases until they return. Later loads can use their pages.
+hang keep their host slots and leases until they return. After that, later loads can use their pages.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from tierstore.transfer import Transfer, TransferState
 
 _PIECE_BYTES = 16 << 20
 _PIECE_PAGES = 256
-_OTHERS_READ_S = 10.0  # longest wait for a page that another load reads, for a load without a deadline
-_COPIED_S = 2.0  # longest wait for pages that are being copied, which takes milliseconds
+_OTHERS_READ_S = 10.0  # longest wait of a load without a deadline for a page that another load reads
+_COPIED_S = 2.0  # longest wait for clients to copy pages out of the host tier, which takes milliseconds
 
 R = TypeVar("R")
 
 
 @dataclass(slots=True)
 class _DiskMove:
-    """One page on its way, held by a lease in ``tier``."""
+    """One page of a load, held by a lease in ``tier``."""
 
     position: int
     page: Page
@@ -45,8 +45,9 @@ class _DiskMove:
 
 @dataclass(slots=True)
 class _MoveBatch:
-    """The next step of a piece: pages in host memory, pages to read, and pages that other loads are reading.
-    ``stop`` is the first page that has to wait."""
+    """The next step of a piece: ``moves`` has pages in host memory, ``reads`` has pages to read, and
+    ``others`` has pages that other loads read. ``stop`` is the position of the first page that has to
+    wait."""
 
     moves: list[_DiskMove]
     reads: list[_DiskMove]
@@ -57,8 +58,8 @@ class _MoveBatch:
 class HostLoad(Generic[R]):
     """A load of ``pages`` into the host tier.
 
-    ``lease`` holds the pages in their order where they are now, and follows them into the host tier.
-    ``result`` is called once, at the end, under the state's lock. The lease is released after it.
+    ``lease`` holds the pages, in this order, where they are now. The load moves its holds to the host tier.
+    ``result`` is called once, at the end, under the state's lock. Then the lease is released.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class HostLoad(Generic[R]):
         self._lease = lease
         self._priority = priority
         self._result = result
-        self._closed = False  # after that, arriving pages are not held
+        self._closed = False  # if true, pages that arrive are not held
         self._cut = len(pages)
         self._pieces = 0
         self.page_bytes = pages[0].nbytes if pages else 1
@@ -127,7 +128,7 @@ class HostLoad(Generic[R]):
             self.transfer.finish()
 
     def _move(self, start: int, stop: int) -> int:
-        """Load pages ``start … stop`` as far as possible. Return how many were loaded."""
+        """Load pages ``start`` to ``stop - 1`` as far as possible. Return the number of loaded pages."""
         moved = 0
         while start < min(stop, self._cut) and not self.transfer.stopped:
             batch = self._plan(start, stop)
@@ -143,8 +144,8 @@ class HostLoad(Generic[R]):
         return moved
 
     def _plan(self, start: int, stop: int) -> _MoveBatch:
-        """Decide how pages from ``start`` on are loaded, as far as there is room, and hold what that
-        needs."""
+        """Decide how the pages from ``start`` on are loaded, as far as there is room. Lease their copies and
+        reserve host slots."""
         batch = _MoveBatch([], [], [], start)
         with self._state.lock:
             while batch.stop < stop and self._plan_page(batch.stop, batch):
@@ -153,8 +154,7 @@ class HostLoad(Generic[R]):
         return batch
 
     def _plan_page(self, position: int, batch: _MoveBatch) -> bool:
-        """Plan one page: it is in host memory already, or it is read. Return False if it has to wait or is
-        gone."""
+        """Plan how one page is loaded. Return False if the page has to wait or cannot be loaded."""
         state = self._state
         page = self._pages[position]
         tier = page.ready_tier()
@@ -172,7 +172,7 @@ class HostLoad(Generic[R]):
             batch.others.append((position, page))
             return True
         else:
-            self._cut_at(position)  # a save is about to write it: not worth waiting for write-behind
+            self._cut_at(position)  # a save is about to fill its slot; waiting for that is not worthwhile
             return False
         state.index.lease(page, tier)
         return True
@@ -183,8 +183,8 @@ class HostLoad(Generic[R]):
         return otherwise if left is None else left
 
     def _get_room(self, start: int) -> bool:
-        """Find room for the page at ``start``. Return False if there is none. As a last resort, wait briefly
-        for pages that a client is still copying, since a client may be slow."""
+        """Find room for the page at ``start``. Return False if there is no room. As a last resort, wait
+        briefly for pages that clients are copying; a client may be slow."""
         fills = self._state.fills
         return (
             self._wait_for_fewer(lambda: fills.in_transit, self._left_s(_OTHERS_READ_S))
@@ -193,8 +193,8 @@ class HostLoad(Generic[R]):
         )
 
     def _wait_for_fewer(self, passing: Callable[[], int], most_s: float) -> bool:
-        """Wait until some of the pages that pass through the host tier have left it. Return False if there
-        are none, or none leaves."""
+        """Wait until ``passing``, a number of pages in temporary use, decreases. Return False if it is 0 or
+        does not decrease within ``most_s`` seconds."""
         with self._state.lock:
             before = passing()
             return before > 0 and self._state.changed.wait_for(
@@ -202,8 +202,8 @@ class HostLoad(Generic[R]):
             )
 
     def _make_room(self, start: int) -> bool:
-        """Release pages behind ``start`` that are also on disk, and other holds for this load. Return whether
-        anything was released."""
+        """Release the host tier's pages behind ``start`` that are also on disk, and other holds for this
+        load. Return whether anything was released."""
         leases, freed = self._state.leases, False
         with self._state.lock:
             if not self._lease.released:
@@ -212,7 +212,8 @@ class HostLoad(Generic[R]):
             return self._release_holds() or freed
 
     def _read(self, reads: list[_DiskMove]) -> list[_DiskMove]:
-        """Fill host slots from disk. Return the moves that are now held in the host tier."""
+        """Read pages from disk into host slots. Return the moves whose pages are now held in the host
+        tier."""
         if not reads:
             return []
         state = self._state
@@ -247,7 +248,7 @@ class HostLoad(Generic[R]):
         return [_DiskMove(move.position, move.page, Tier.HOST) for move in good]
 
     def _await_others(self, others: list[tuple[int, Page]]) -> list[_DiskMove]:
-        """Wait for pages that other loads are reading, and hold them."""
+        """Wait for pages that other loads read, and hold them."""
         state = self._state
         moves = []
         for position, page in others:
@@ -285,7 +286,7 @@ class HostLoad(Generic[R]):
 
 
 def _may_fill(page: Page) -> bool:
-    """Whether the host tier has neither the page nor a slot being filled with it."""
+    """Return whether the host tier neither has the page nor is about to receive it."""
     copy = page.copies[Tier.HOST]
     return copy is None or copy.damaged
 

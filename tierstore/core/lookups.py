@@ -1,7 +1,8 @@
-"""Lookups: find the held pages of a prompt and lease them.
+"""Lookups: find the stored pages of a prompt and lease them.
 
-A lookup is answered at once, under the state's lock, if everything it needs is in memory. Otherwise it reads
-the disk: on the caller's thread, or on the core's threads if clients in other processes share the core.
+If everything that a lookup needs is in memory, it is answered immediately, under the state's lock. Otherwise
+it reads the disk: on the caller's thread, or on the core's threads if clients in other processes share the
+core.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _PIN_LOOK_S = 10.0
 
 
 class Lookups:
-    """The lookups of one client of ``core``. Thread-safe. ``owner`` is the owner of the returned handles."""
+    """The lookups of one client of ``core``. Thread-safe. ``owner`` becomes the owner of returned handles."""
 
     def __init__(self, core: Core, client: Client, owner: object) -> None:
         self.core = core
@@ -42,7 +43,8 @@ class Lookups:
     def find(
         self, view: PromptView, limit: int, *, patience_s: float, counted: bool = True
     ) -> Transfer[Lease | None]:
-        """Lease the held pages of the first ``limit`` tokens; see :meth:`~tierstore.backend.Backend.find`."""
+        """Lease the stored pages of the first ``limit`` tokens; see
+        :meth:`~tierstore.backend.Backend.find`."""
         state = self._state
         if self.core.disk is not None:
             state.stall_detector.poll()
@@ -76,7 +78,7 @@ class Lookups:
         )
 
     def expect(self, view: PromptView, limit: int, *, wait_s: float) -> Transfer[None]:
-        """Wait for promised pages of the first ``limit`` tokens."""
+        """Wait until other clients have saved their promised pages of the first ``limit`` tokens."""
         state, client, arrivals = self._state, self.client, self.core.arrivals
         ended = False
 
@@ -99,10 +101,10 @@ class Lookups:
             if state.closed:
                 return Transfer.completed(None)
             if not client.may_expect(view.num_tokens) or not self._waits(view, limit, waiter):
-                return Transfer.completed(None)  # at a limit, do not wait: the lookup returns what is held
+                return Transfer.completed(None)  # at a limit, do not wait: lookups return the pages so far
             client.expecting[transfer] = view.num_tokens
             on_disk = self.core.disk is not None and self.may_be_on_disk(view)
-        if on_disk:  # the promised pages may come after pages that are only on disk
+        if on_disk:  # the promised pages may follow pages that are only on disk
             try:
                 disk_look = view.disk_look(state, limit)
                 looked = self._after_disk(disk_look, wait_s, lambda: None, otherwise=None)
@@ -116,8 +118,8 @@ class Lookups:
     def pin(
         self, view: PromptView, *, undo: bool = False, max_tokens: int | None = None
     ) -> Transfer[int | Refusal]:
-        """Pin the held whole chunks of a prompt's first ``max_tokens`` tokens (None: all), or undo one pin.
-        The result is the number of their tokens, or the reason why they may not be pinned."""
+        """Pin the stored whole chunks of a prompt's first ``max_tokens`` tokens (None: all), or undo one pin.
+        The result is the number of their tokens, or the :class:`Refusal` if they may not be pinned."""
         state, pins, tenant = self._state, self.core.pins, self.client.tenant
         limit = view.num_tokens if max_tokens is None else min(max_tokens, view.num_tokens)
         limit -= limit % view.chunk_tokens
@@ -138,8 +140,8 @@ class Lookups:
         return self._after_disk(view.disk_look(state, limit), _PIN_LOOK_S, set_pins, otherwise=0)
 
     def held(self, view: PromptView, tokens: int) -> int:
-        """Return how many of the first ``tokens`` tokens of a prompt are in the tree. Lease and count
-        nothing. Raise :class:`Refusal` as :meth:`PromptView.root` does."""
+        """Return how many of the first ``tokens`` tokens of a prompt are in the tree. Take no lease and do
+        not count the lookup. Raise :class:`Refusal` as :meth:`PromptView.root` does."""
         with self._state.lock:
             return self.found(view, min(tokens, view.num_tokens)).tokens
 
@@ -147,8 +149,8 @@ class Lookups:
         self, view: PromptView, tokens: int | None = None, *, patience_s: float = 0.0
     ) -> Transfer[Sequence[int]]:
         """Return the chunks of the first ``tokens`` tokens (None: all) that no readable tier has. Look at the
-        disk for at most ``patience_s`` seconds. Lease and count nothing. Raise :class:`Refusal` as
-        :meth:`PromptView.root` does."""
+        disk for at most ``patience_s`` seconds. Take no lease and do not count the lookup. Raise
+        :class:`Refusal` as :meth:`PromptView.root` does."""
         state = self._state
         limit = view.num_tokens if tokens is None else min(tokens, view.num_tokens)
 
@@ -163,8 +165,8 @@ class Lookups:
     # -- in the tree (under the lock) ------------------------------------------------------------------
 
     def found(self, view: PromptView, limit: int) -> FoundPages:
-        """Return the pages in the tree of the first ``limit`` tokens. Forget a remembered path if its pages
-        have left the tree."""
+        """Return those pages of the first ``limit`` tokens that are in the tree. Forget a remembered path
+        whose pages have left the tree."""
         self._state.expire()
         found = view.find(self._state, limit)
         if found is None:
@@ -174,13 +176,13 @@ class Lookups:
         return found
 
     def may_be_on_disk(self, view: PromptView) -> bool:
-        """Whether a disk lookup could find more pages."""
+        """Return whether a disk lookup could find more pages."""
         if view.head_left:
             self.spell_out(view)
         return view.may_be_on_disk(self._state)
 
     def spell_out(self, view: PromptView) -> None:
-        """Forget the remembered path of a prompt, and use its keys and tokens instead."""
+        """Forget the remembered path of a prompt, and use the prompt's keys and tokens instead."""
         self.client.forget_path(view.spell_out())
 
     def _begin(self, *, leases: int) -> None:
@@ -204,7 +206,7 @@ class Lookups:
     # -- leases (under the lock) -----------------------------------------------------------------------
 
     def _lease(self, view: PromptView, found: FoundPages, limit: int, *, counted: bool) -> LocalLease:
-        """Lease the found pages. Count the lookup unless the client has looked before."""
+        """Lease the found pages. Unless ``counted`` is False, count the lookup and its hit."""
         self._state.leases.expire()
         lease = self._lease_found(view, found, limit, counted=counted)
         if not counted:
@@ -216,7 +218,7 @@ class Lookups:
         return lease
 
     def _lease_hit(self, search: HitSearch) -> HitLease:
-        """Lease the pages of the longest hit. Count the lookup unless the client has looked before."""
+        """Lease the pages of the longest hit. If the request is ``counted``, count the lookup and its hit."""
         view = search.view
         self._state.leases.expire()
         tokens = search.conclude()
@@ -258,9 +260,9 @@ class Lookups:
         lacking: bool = True,
         counted: bool = True,
     ) -> LocalLease:
-        """Lease the found pages of a prompt's first ``limit`` tokens, and note their use. The client may
-        refer to ``known`` (None: ``found``) later. Without ``lacking``, the client has the pages already and
-        the lease is empty."""
+        """Lease the found pages of a prompt's first ``limit`` tokens, and record their use. Later requests of
+        the client may refer to ``known`` (None: ``found``). If ``lacking`` is False, the client already has
+        the pages, and the lease is empty."""
         state, core = self._state, self.core
         self._afterwards(partial(self._note_use, view, limit, found, counted=counted))
         if not found.pages or self.client.ended:
@@ -297,8 +299,8 @@ class Lookups:
     def _count_hit(
         self, runs: Sequence[tuple[str, int]], tokens: int, chunk_tokens: int, *, in_hbm: int = 0
     ) -> None:
-        """Count a hit by the tier that serves it: ``in_hbm`` leading tokens from the client's pool, the rest
-        of ``tokens`` from the tiers of ``runs``."""
+        """Count a hit by the tiers that serve it: the leading ``in_hbm`` tokens by the client's pool, and the
+        remaining ones of ``tokens`` by the tiers of ``runs``."""
         self._count_hit_tokens("hbm", in_hbm)
         for label, pages in runs:
             in_tier = min(pages * chunk_tokens, tokens)
@@ -307,8 +309,8 @@ class Lookups:
             in_hbm = max(in_hbm - in_tier, 0)
 
     def _afterwards(self, work: Callable[[], None]) -> None:
-        """Do work that the answer does not depend on: after the answer, or now without ``core.defer``. The
-        work runs under the lock in both cases."""
+        """Do work that the answer to the client does not depend on: with ``core.defer`` after the answer,
+        otherwise now. The work runs under the lock in both cases."""
         if self.core.defer is None:
             work()
         else:
@@ -325,7 +327,7 @@ class Lookups:
             self.core.hit_tokens[self.client.tenant, label] += tokens
 
     def _note_use(self, view: PromptView, limit: int, found: FoundPages, *, counted: bool = True) -> None:
-        """Record the use of the found pages and, if ``counted``, add the lookup to the curve."""
+        """Record the use of the found pages. If ``counted``, add the lookup to the reuse curve."""
         view.touch(self._state.access_log, found)
         if counted:
             page_bytes = view.registration.page_bytes
@@ -339,8 +341,8 @@ class Lookups:
     # -- disk lookups --------------------------------------------------------------------------------
 
     def _search(self, search: HitSearch) -> PageLease:
-        """Continue the search to its end, reading the disk without the lock. Return a lease on the pages from
-        disk."""
+        """Continue the search to its end and read the disk without the lock. Return a lease on the pages that
+        were loaded from disk."""
         state = self._state
         hold = PageLease()
         while True:
@@ -363,9 +365,9 @@ class Lookups:
     ) -> Transfer[R]:
         """Run ``disk_look``, which loads pages from disk into the tree, then call ``then`` under the lock.
 
-        If the disk lookup takes longer than ``wait_s``, ``then`` works with the pages in memory. The disk
-        lookup continues, which helps the next lookup. The result is ``otherwise`` if the store is closed
-        meanwhile.
+        If the disk lookup takes longer than ``wait_s`` seconds, ``then`` is called with the pages in memory.
+        The disk lookup continues, which helps the next lookup. The result is ``otherwise`` if the store is
+        closed meanwhile.
         """
         state, threads = self._state, self.core.threads
         if threads is None:
@@ -408,7 +410,7 @@ class Lookups:
             transfer.finish()
 
         looking = threads.submit(look)
-        # On a slow disk, lookups that have not started must not pile up.
+        # Disk lookups that nothing waits for any more must not pile up on a slow disk.
         transfer.on_end(partial(_cancel, looking))
         return transfer
 

@@ -1,14 +1,14 @@
-"""Why the tokens behind a hit are missed.
+"""Explain why the tokens after a hit are missed.
 
-The pages of a prompt behind its hit are examined one by one. A page in the tree may be damaged, or on its
-way. The memory of departures knows pages that have left. Other identities of the same tenant may hold the
-prompt. The pages beside the point where the prompt leaves the tree show where it diverges. The tokens are
-divided into spans, each with one reason, which lie one behind the other.
+The pages of a prompt after its hit are examined one by one. A page in the tree may be damaged, or still being
+saved. The table of departures knows pages that have left. Other identities of the same tenant may hold the
+prompt. If other prompts continue differently at the end of the hit, their pages show where the prompt
+diverges. The result divides the missed tokens into consecutive spans, each with one reason.
 
-A tenant is part of an identity. Departures are found by identity, and other identities are only compared
-within one tenant. So a tenant learns nothing about the prompts of others.
+A tenant learns nothing about the prompts of other tenants: a tenant is part of an identity, departures are
+found by identity, and other identities are only compared within one tenant.
 
-Everything here needs the state's lock, except :meth:`Misses.explain`.
+All functions and methods of this module need the state's lock, except :meth:`Misses.explain`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from tierstore.index import Page, Tier, common_tokens
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, Prompt, chunk_keys, root_key
 from tierstore.spec import KVSpec, is_hashed
 
-_MOST_IDENTITIES = 32  # other identities that are compared
-_MOST_ENDS = 512  # lengths between two save points that are looked at
-_MOST_LENGTHS = 8  # lengths whose pages are all looked up
-_ONE_BY_ONE = 512  # missing pages that are examined one by one: a millisecond
+_MOST_IDENTITIES = 32  # other identities that are searched for the prompt
+_MOST_ENDS = 512  # lengths of a hit that are considered between the hit and the branch
+_MOST_LENGTHS = 8  # lengths of a hit for which all pages are looked up
+_ONE_BY_ONE = 512  # missing pages that are examined one by one: takes a millisecond
 _MOST_RECENT = 256  # requests that are remembered
 _HOUR = 60  # minutes
-_MOST_SIBLINGS = 256  # pages beside a missing one that are compared
+_MOST_SIBLINGS = 256  # siblings of a missing page that are compared with it
 
 _REASONS = {
     Cause.EVICTED: MissReason.EVICTED,
@@ -66,7 +66,7 @@ _NOT_WRITTEN = {
 _Request: TypeAlias = "tuple[float, str, str, Identity, int, int, dict[str, int]]"
 """A request: time, tenant, client, identity, tokens of the prompt and of the hit, missed tokens by reason."""
 
-# Values of reasons: a value is read ten times slower from its enumeration.
+# The values of reasons as constants, because reading ``value`` from an enumeration takes ten times as long.
 _NEVER, _DIVERGED, _GROUP = (
     reason.value for reason in (MissReason.NEVER_SAVED, MissReason.DIVERGED, MissReason.GROUP)
 )
@@ -85,8 +85,8 @@ class Misses:
         self._recent: deque[_Request] = deque(maxlen=_MOST_RECENT)
 
     def explain(self, search: HitSearch, tokens: int) -> list[Miss]:
-        """Return why the tokens of a concluded search are missed behind a hit of ``tokens``. Looks at the
-        disk, so it must run without the lock."""
+        """Return why the tokens after a hit of ``tokens`` tokens are missed. ``search`` must be concluded.
+        Must run without the lock, because it reads the disk."""
         if (group := search.view.caller_named) is not None:
             misses = self._page_misses(search.view, group, tokens)
         else:
@@ -97,15 +97,15 @@ class Misses:
             return self._completed(search, tokens, misses)
 
     def count(self, search: HitSearch, tokens: int) -> list[Miss]:
-        """Return the same as :meth:`explain`, as far as memory tells."""
+        """Return the same as :meth:`explain`, but without reading the disk."""
         return self._completed(search, tokens, self._known_misses(search, tokens))
 
     # -- counting --------------------------------------------------------------------------------------
 
     def missed(self, search: HitSearch, tokens: int, client: Client) -> None:
-        """Count the missed tokens of a concluded search by reason, and remember the request. This takes a few
-        microseconds: only the first missing page of the shortest chain is examined. If it is known why it has
-        left, that counts for all pages behind it that are known, too."""
+        """Count the missed tokens of a concluded search by reason, and remember the request. This takes
+        several microseconds: only the first missing page of the shortest chain is examined. If its departure
+        is known, all following pages with a known departure are counted with the same cause."""
         view = search.view
         counts: dict[str, int] = {}
         if tokens < search.branch:
@@ -147,8 +147,8 @@ class Misses:
             _add(counts, _TAIL, tail)
 
     def _known(self, chain: ChainView, first: int, stop: int) -> int:
-        """Return how many chunks from ``first`` on have left. Later pages leave before earlier ones, so if
-        one is known, all before it have left, too."""
+        """Return how many consecutive chunks from ``first`` on have a known departure. Later pages leave
+        before earlier ones, so a binary search finds the last of them."""
         identity, keys = chain.registration.identity.digest, chain.all_keys()
         departures = self._state.departures
         return bisect_left(
@@ -156,8 +156,8 @@ class Misses:
         )
 
     def missed_pages(self, view: PromptView, found: FoundPages, limit: int, client: Client) -> None:
-        """Count the missed tokens of a request for the pages of one group: named ones one by one, those of a
-        chain by the first that is missing."""
+        """Count the missed tokens of a request for the pages of one group. Each missing named page is
+        examined, but only the first missing page of a chain."""
         missed = limit - found.tokens
         identity = view.registration.identity
         missing = view.missing(found, limit)
@@ -172,13 +172,13 @@ class Misses:
         self._note(client, identity, limit, found.tokens, counts)
 
     def declined(self, tokens: int) -> None:
-        """Count tokens that a client found and did not load because computing them is faster."""
+        """Count tokens that a client found but did not load, because computing them is faster."""
         if tokens > 0:
             for counts in (self._state.counters.missed_tokens, self._this_minute()):
                 _add(counts, _DECLINED, tokens)
 
     def last_hour(self) -> dict[str, int]:
-        """Return the missed tokens of the last hour by reason, the largest first."""
+        """Return the missed tokens of the last hour by reason, in descending order of their number."""
         since = int(self._state.clock() // 60) - _HOUR
         total: Counter[str] = Counter()
         for minute, counts in self._minutes:
@@ -187,7 +187,8 @@ class Misses:
         return dict(total.most_common())
 
     def recent(self, tenant: str | None = None) -> list[MissedRequest]:
-        """Return the last requests with missed tokens, the newest first: of a tenant, or of all."""
+        """Return the last requests with missed tokens, newest first: those of ``tenant``, or of all
+        tenants."""
         names = self._state.names
         return [
             MissedRequest(
@@ -214,13 +215,13 @@ class Misses:
         for reason, tokens in counts.items():
             _add(counted, reason, tokens)
             _add(lately, reason, tokens)
-        # a plain tuple: a named one takes four times as long
+        # A plain tuple, because a NamedTuple takes four times as long.
         self._recent.append(
             (time.time(), client.tenant, client.name, identity, prompt_tokens, hit_tokens, counts)
         )
 
     def _this_minute(self) -> dict[str, int]:
-        """Return the counts of the present minute."""
+        """Return the counts of the current minute."""
         now_s = self._state.clock()
         if now_s >= self._minute_ends:
             minute = int(now_s // 60)
@@ -231,7 +232,8 @@ class Misses:
     # -- the spans -----------------------------------------------------------------------------------
 
     def _known_misses(self, search: HitSearch, tokens: int) -> list[Miss]:
-        """Return why the tokens behind a hit are missed, as far as their pages are known."""
+        """Return why the tokens after a hit are missed, up to the first page about which memory knows
+        nothing."""
         view = search.view
         if (group := view.caller_named) is not None:
             return self._first_page_misses(view, group, tokens)
@@ -244,7 +246,7 @@ class Misses:
         return misses
 
     def _completed(self, search: HitSearch, tokens: int, misses: list[Miss]) -> list[Miss]:
-        """Return the misses up to the end of the request."""
+        """Return ``misses`` and the miss of the remaining tokens of the request."""
         at, chain = _end(misses, tokens), _shortest(search)
         if chain is not None and at < search.view.num_tokens:
             following = at > max(tokens, search.branch)
@@ -256,8 +258,8 @@ class Misses:
     # -- pages that the caller has named -----------------------------------------------------------------
 
     def _page_misses(self, view: HitView, group: NamedGroup, hit: int) -> list[Miss]:
-        """Return why named pages behind a hit are missed, up to the last page with a known reason. A request
-        may have very many pages, so the lock is taken for a batch at a time."""
+        """Return why named pages after a hit are missed, up to the last page with a known reason. A request
+        may have very many pages, so the lock is released after each batch of pages."""
         misses: list[Miss] = []
         for ends in _batches(view, hit):
             with self._state.lock:
@@ -266,7 +268,7 @@ class Misses:
         return _without_new(misses)
 
     def _first_page_misses(self, view: HitView, group: NamedGroup, hit: int) -> list[Miss]:
-        """Return the misses of the first batch of pages. Pages behind it get the reason of its last page."""
+        """Return the misses of the first batch of pages. All later pages get the reason of its last page."""
         misses: list[Miss] = []
         for ends in islice(_batches(view, hit), 1):
             self._examine_pages(view, group, ends, misses)
@@ -277,7 +279,7 @@ class Misses:
     def _examine_pages(
         self, view: HitView, group: NamedGroup, ends: Sequence[int], misses: list[Miss]
     ) -> None:
-        """Append why the named pages that end there are missed. Needs the lock."""
+        """Append to ``misses`` why the named pages that end at ``ends`` are missed. Needs the lock."""
         chunk_tokens = view.chunk_tokens
         pages, here = view.pages(group, ends), frozenset(group.here)
         identity = group.registration.identity.digest
@@ -285,7 +287,7 @@ class Misses:
         for end, key, page in zip(ends, pages.keys, in_tree, strict=True):
             first = end - chunk_tokens
             if end in here and misses:
-                miss = replace(misses[-1], first=first, tokens=chunk_tokens)  # behind a missing page
+                miss = replace(misses[-1], first=first, tokens=chunk_tokens)  # no use without earlier pages
             else:
                 known = self._in_tree(page, misses, first, chunk_tokens) if page is not None else None
                 departure = self._state.departures.of(identity, key) if known is None else None
@@ -299,8 +301,8 @@ class Misses:
     # -- a layer group that lacks pages ----------------------------------------------------------------
 
     def _group_misses(self, view: HitView, hit: int, branch: int) -> Iterator[Miss]:
-        """Yield why the hit is shorter than the chains. Up to the last length whose pages in the named groups
-        have all been held, these pages have left. From there on, they were never saved."""
+        """Yield why the hit is shorter than the chains. Up to the last length whose named pages were all
+        stored once, the reason is that they have left. After that length, they were never saved."""
         chunk = view.chunk_tokens
         whole = branch - branch % chunk
         ends = [branch, *range(whole - (whole == branch) * chunk, hit, -chunk)]
@@ -319,8 +321,8 @@ class Misses:
             yield self._group_miss(view, at, branch - at, lacking[0][0] if lacking else 0, None)
 
     def _may_have_been_held(self, view: HitView, length: int) -> bool:
-        """Return whether every named group holds the last page that a hit of this length needs, or has held
-        it. That is quickly found out, and false for most lengths."""
+        """Return whether, for every named group, the last page that a hit of this length needs has a known
+        departure or is stored. This check is fast, and its result is False for most lengths."""
         return all(
             departure is not None
             for group in view.named
@@ -328,8 +330,8 @@ class Misses:
         )
 
     def _missing(self, view: HitView, group: NamedGroup, ends: Sequence[int]) -> list[Departure | None]:
-        """Return the departures of a group's pages at ``ends`` that neither the store nor the client holds.
-        None stands for a page without a known departure."""
+        """Return the departures of those pages of a group at ``ends`` that neither the store nor the client
+        has, with None for a page without a known departure."""
         pages = view.pages(group, [end for end in ends if end not in group.here])
         missing = pages.missing(pages.find(self._state, pages.num_tokens), pages.num_tokens)
         identity = group.registration.identity.digest
@@ -338,7 +340,7 @@ class Misses:
     def _group_miss(
         self, view: HitView, first: int, tokens: int, group: int, departure: Departure | None
     ) -> Miss:
-        """Return the miss of one named group: as the group's if other groups need every token."""
+        """Return a miss that one named group causes. In a model with chains, its reason is ``GROUP``."""
         if departure is None:
             miss = Miss(MissReason.NEVER_SAVED, first, tokens)
         else:
@@ -349,8 +351,8 @@ class Misses:
         return replace(miss, reason=MissReason.GROUP, group=number, cause=miss.reason)
 
     def _lacking(self, view: HitView, length: int) -> list[tuple[int, Departure | None]]:
-        """Return the named groups that lack a page for a hit of this length, each with what is known of the
-        page that left last."""
+        """Return the numbers of the named groups that lack a page for a hit of this length. Each number has
+        the last of the lacking pages' departures, or None if one of these pages has no known departure."""
         lacking: list[tuple[int, Departure | None]] = []
         for at, group in enumerate(view.named):
             known = self._missing(view, group, group.rule.ends(length, view.chunk_tokens))
@@ -363,8 +365,8 @@ class Misses:
     # -- a chain -------------------------------------------------------------------------------------
 
     def _left(self, chain: ChainView, first: int, limit: int) -> list[Miss]:
-        """Return why the leading pages from token ``first`` on are missed, as far as the tree or the memory
-        of departures knows them."""
+        """Return why the pages of a chain from token ``first`` on are missed, up to the first page that
+        neither the tree nor the table of departures knows."""
         state, chunk_tokens = self._state, chain.chunk_tokens
         identity = chain.registration.identity.digest
         start, stop = first // chunk_tokens, min(chain.whole_chunks, limit // chunk_tokens)
@@ -381,7 +383,7 @@ class Misses:
                 if departure is not None:
                     miss = self._of(departure, at, end - at)
                     cut_off = departure.cause is Cause.NO_ROOM
-                elif cut_off:  # the save ended there, so the rest was not even announced
+                elif cut_off:  # the save ended before this page, so the store was never offered it
                     miss = replace(misses[-1], first=at, tokens=end - at)
                 else:
                     break
@@ -415,20 +417,21 @@ class Misses:
                 return
 
     def _in_tree(self, page: Page, before: Sequence[Miss], first: int, tokens: int) -> Miss | None:
-        """Return why a page in the tree is missed; None if its state does not say."""
+        """Return why a page in the tree is missed; None if its state does not show the reason."""
         copies = [copy for copy in page.copies if copy is not None]
         if any(copy.damaged for copy in copies) or page.tombstone:
             return Miss(MissReason.DAMAGED, first, tokens)
         if any(copy.ready for copy in copies):
             if not self._state.health.readable and page.ready_tier() is Tier.DISK:
                 return Miss(MissReason.LATE, first, tokens, tier="disk", why="the disk is offline")
-            return replace(before[-1], first=first, tokens=tokens) if before else None  # behind a lost page
+            # The page is intact, but useless after a missing page.
+            return replace(before[-1], first=first, tokens=tokens) if before else None
         if copies:
-            return Miss(MissReason.LATE, first, tokens, why="it is being saved")
+            return Miss(MissReason.LATE, first, tokens, why="the page is being saved")
         return None
 
     def _of(self, departure: Departure, first: int, tokens: int) -> Miss:
-        """Return the miss of a page that has left."""
+        """Return the miss of a page with this departure."""
         cause, tier, at_s = departure
         age_s = float(max(self._state.departures.now_s() - at_s, 0))
         label = tier.label if tier is not None else ""
@@ -445,8 +448,9 @@ class Misses:
     # -- pages that were never seen ------------------------------------------------------------------
 
     def _new(self, search: HitSearch, chain: ChainView, first: int, *, following: bool) -> Iterator[Miss]:
-        """Yield why the rest of a prompt is missed. Its next page is neither held nor known. ``following``:
-        there are missed pages before it, so no held page shows how other prompts continue."""
+        """Yield why a prompt's tokens from ``first`` on are missed, if their first page is neither stored nor
+        known. With ``following``, missed pages precede it, so no stored page shows how other prompts
+        continue."""
         chunk_tokens, limit = chain.chunk_tokens, search.view.num_tokens
         whole = limit // chunk_tokens * chunk_tokens
         tail = limit - max(whole, first) if chain.registration.identity.whole_pages else 0
@@ -459,8 +463,8 @@ class Misses:
             yield Miss(MissReason.TAIL, limit - tail, tail)
 
     def _diverged(self, search: HitSearch, chain: ChainView, first: int, tokens: int) -> Miss | None:
-        """Return the miss of a prompt that continues differently than the held ones; None if no held prompt
-        has anything in common with it, or all of them end here."""
+        """Return the miss if stored prompts continue differently at ``first``; None if no stored prompt has
+        anything in common with this one, or all of them end there."""
         chunk = first // chain.chunk_tokens
         pages = chain.first_pages(self._state, chunk)
         if pages is None:
@@ -487,8 +491,8 @@ class Misses:
     # -- other identities ----------------------------------------------------------------------------
 
     def _elsewhere(self, search: HitSearch, first: int) -> list[Miss]:
-        """Return the miss of tokens from ``first`` on that another identity of the tenant holds, with the
-        fields in which it differs; nothing if there is none."""
+        """Return the miss of the tokens from ``first`` on that another identity of the tenant holds, with the
+        fields in which the identities differ; an empty list if no other identity holds them."""
         view, chain = search.view, _shortest(search)
         group = view.caller_named
         if first >= view.num_tokens:
@@ -513,7 +517,7 @@ class Misses:
         return [Miss(MissReason.OTHER_IDENTITY, first, tokens, fields=fields)] if tokens > 0 else []
 
     def _others(self, own: Identity, view: HitView) -> list[Identity]:
-        """Return the identities of a tenant that a request does not name, the most similar ones first."""
+        """Return the tenant's identities that a request does not name, in descending order of similarity."""
         state = self._state
         named = [group.registration for group in view.named]
         ours = {each.identity.digest for each in [*named, *(chain.registration for chain in view.chains)]}
@@ -526,8 +530,8 @@ class Misses:
         return others[:_MOST_IDENTITIES]
 
     def _held(self, identity: Identity, prompt: Prompt, *, by_engine: bool) -> int:
-        """Return how many leading tokens of a prompt are held under an identity. ``by_engine``: the engine
-        has made the prompt's keys, which do not depend on the identity."""
+        """Return how many leading tokens of a prompt are stored under an identity. With ``by_engine``, the
+        engine has made the prompt's keys, and they do not depend on the identity."""
         try:
             spec = KVSpec.parse(identity.layout)
         except SpecError:
@@ -542,7 +546,7 @@ class Misses:
             return match.tokens
 
     def _held_by_name(self, identity: Identity, view: HitView, group: NamedGroup, first: int) -> int:
-        """Return up to which token the named pages from token ``first`` on are held under an identity."""
+        """Return the end of the last of the stored named pages that follow token ``first`` without a gap."""
         try:
             spec = KVSpec.parse(identity.layout)
         except SpecError:
@@ -561,7 +565,8 @@ class Misses:
         return view.num_tokens - view.num_tokens % view.chunk_tokens
 
     def _first_missing(self, pages: NamedView) -> int | None:
-        """Return the position of the first page that is not held, here or on disk; None if all are."""
+        """Return the position of the first page that is neither in memory nor on disk; None if there is
+        none."""
         state = self._state
         with state.lock:
             state.require_open()
@@ -577,21 +582,22 @@ class Misses:
 
 
 def _batches(view: HitView, first: int) -> Iterator[range]:
-    """Yield the ends of a request's whole pages from token ``first`` on, those of one hold of the lock at a
-    time."""
+    """Yield the ends of a request's whole pages from token ``first`` on, in batches for one hold of the
+    lock."""
     ends = range(first + view.chunk_tokens, view.num_tokens + 1, view.chunk_tokens)
     for start in range(0, len(ends), _ONE_BY_ONE):
         yield ends[start : start + _ONE_BY_ONE]
 
 
 def _without_new(misses: list[Miss]) -> list[Miss]:
-    """Return the misses without a last one that was never saved: another identity may hold its pages."""
+    """Return the misses without a last one with the reason ``NEVER_SAVED``: another identity may have its
+    pages."""
     return misses[:-1] if misses and misses[-1].reason is MissReason.NEVER_SAVED else misses
 
 
 def _append(misses: list[Miss], miss: Miss) -> None:
-    """Append a miss, or lengthen the last one if it has the same reason and details. Of pages that left one
-    after the other, the first one's time counts: without it, no later page helps."""
+    """Append a miss, or lengthen the last one if it has the same reason and details. Pages that left one
+    after the other get the age of the first, because later pages are useless without it."""
     last = misses[-1] if misses else None
     if last is not None:
         same = replace(
@@ -604,7 +610,7 @@ def _append(misses: list[Miss], miss: Miss) -> None:
 
 
 def _by_group(search: HitSearch, misses: Sequence[Miss]) -> list[Miss]:
-    """Attribute ``misses`` of the shortest chain to its layer group, as far as the other chains reach."""
+    """Attribute ``misses`` of the shortest chain to its layer group, as far as all other chains reach."""
     number, reached = search.shortest, list(search.reached)
     if number is None or len(reached) == 1:
         return list(misses)
@@ -621,12 +627,12 @@ def _by_group(search: HitSearch, misses: Sequence[Miss]) -> list[Miss]:
 
 
 def _shortest(search: HitSearch) -> ChainView | None:
-    """Return the chain that limits the hit; None if the model has none."""
+    """Return the chain that limits the hit; None if there are no chains."""
     return search.view.chains[search.shortest] if search.shortest is not None else None
 
 
 def _end(misses: Sequence[Miss], hit: int) -> int:
-    """Return the token behind a hit and its misses so far."""
+    """Return the position of the first token after a hit and the given misses."""
     return misses[-1].end if misses else hit
 
 
@@ -635,7 +641,7 @@ def _add(counts: dict[str, int], reason: str, tokens: int) -> None:
 
 
 def _continuation(page: Page, first: int) -> tuple[int, ...]:
-    """Return the tokens of a page from ``first`` on, then those of its newest child, and so on."""
+    """Return a page's tokens from ``first`` on, followed by the tokens of its newest descendants."""
     tokens = page.tokens[first * TOKEN_BYTES :]
     while len(tokens) < CONTEXT_TOKENS * TOKEN_BYTES and page.children:
         page = next(reversed(page.children.values()))
@@ -644,7 +650,7 @@ def _continuation(page: Page, first: int) -> tuple[int, ...]:
 
 
 def _differing(own: Identity, other: Identity) -> tuple[str, ...]:
-    """Return the fields in which two identities of one tenant differ, those of the layout one by one."""
+    """Return the fields in which two identities of one tenant differ; layouts are compared field by field."""
     ours, theirs = asdict(own), asdict(other)
     names = [name for name in ours if ours[name] != theirs[name]]
     if "layout" in names:

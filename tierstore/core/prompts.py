@@ -1,8 +1,8 @@
 """A client's prompt in one layer group, and how its pages are found in the tree.
 
 A layer group's pages are either *chained* (a page is found behind its parent) or *named* (a page is found by
-its name, below the root). This is decided once, when a message or a request becomes a :class:`ChainView` or a
-:class:`NamedView`. All later code uses a :class:`PromptView`.
+its name, below the root). Only the code that makes a :class:`ChainView` or a :class:`NamedView` of a request
+distinguishes the two kinds. All later code uses a :class:`PromptView`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from tierstore.index.leases import PageLease
 from tierstore.keys import TOKEN_BYTES, PageKey, Prompt
 
 HOLD_S = 30.0
-"""Seconds that pages found on disk stay in the tree for the request that looked for them."""
+"""Seconds that pages loaded from disk stay in the tree for the request that needs them."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundPages:
-    """The held pages of a prompt, in prompt order. ``runs`` has their tiers as (tier, end of the run).
+    """The stored pages of a prompt, in prompt order. ``runs`` are their tiers as (tier, end of the run).
     ``tail_tokens`` tokens of the last page match. ``positions`` are the indices of these pages in a
-    :class:`NamedView`; empty for a chain. ``look_on_disk`` says that the disk may have more pages."""
+    :class:`NamedView`; empty for a chain. ``look_on_disk`` is true if the disk may have more pages."""
 
     pages: Sequence[Page]
     tokens: int
@@ -47,6 +47,8 @@ class PromptView(ABC):
     """The pages of one prompt in one layer group, as a client names them."""
 
     named = False
+    depth = 0
+    """Number of pages before the view's first page in its prompt, as far as known."""
 
     def __init__(self, registration: Registration, keys: Sequence[PageKey], tokens: bytes) -> None:
         self.registration = registration
@@ -71,17 +73,12 @@ class PromptView(ABC):
         """Number of chunks in the prompt without the partial tail."""
 
     @property
-    def depth(self) -> int:
-        """Number of pages before the first one in its prompt, as far as known."""
-        return 0
-
-    @property
     def head_left(self) -> bool:
         """Whether remembered pages of this prompt have left the tree. Needs the state's lock."""
         return False
 
     def spell_out(self) -> int:
-        """Replace the remembered pages by their keys and tokens. Return the number of their path."""
+        """Replace the remembered pages by their keys and tokens. Return the number of the remembered path."""
         return 0
 
     @abstractmethod
@@ -97,19 +94,19 @@ class PromptView(ABC):
         """Return the prompt with all keys and tokens, without remembered pages."""
 
     def slice(self, chunks: Sequence[int]) -> tuple[PromptView, int]:
-        """Return a view that contains these chunks, and the position of the first of them in it. In a chain,
-        the chunks must be consecutive."""
+        """Return a view that contains these chunks, and the position of the first of these chunks in that
+        view. In a chain, the chunks must be consecutive."""
         return self, chunks[0] if chunks else 0
 
     def shared(self, saved: range) -> Sequence[int]:
-        """Return the chunks that other hosts need when ``saved`` was saved. For a chain, these are all chunks
-        up to the last saved one. For named pages, these are the saved ones, or all of them if none was saved.
-        """
+        """Return the chunks that other hosts need after the chunks ``saved`` were saved. In a chain, these
+        are all chunks up to the last saved one. Of named pages, they are the saved chunks, or all if none was
+        saved."""
         return range(saved.stop)
 
     def key_up_to(self, chunk: int) -> bytes:
-        """Return bytes that identify the prompt up to this chunk under its identity. For named pages, they
-        identify the whole view."""
+        """Return bytes that identify the prompt up to this chunk under its identity. For named pages, the
+        bytes identify the whole view."""
         return self.chunk(chunk)[0]
 
     def name(self) -> bytes:
@@ -131,17 +128,17 @@ class PromptView(ABC):
 
     @abstractmethod
     def find(self, state: StoreState, max_tokens: int) -> FoundPages | None:
-        """Return the pages in the tree of the first ``max_tokens`` tokens. Return None if remembered pages
+        """Return the pages of the first ``max_tokens`` tokens that are in the tree; None if remembered pages
         have left the tree."""
 
     @abstractmethod
     def missing(self, found: FoundPages, limit: int) -> Sequence[int]:
-        """Return the chunks of the first ``limit`` tokens that are not held. A named view ignores ``limit``
+        """Return the chunks of the first ``limit`` tokens that are not stored. A named view ignores ``limit``
         and checks all of its pages."""
 
     @abstractmethod
     def may_be_on_disk(self, state: StoreState) -> bool:
-        """Whether the disk may have pages that are not in the tree."""
+        """Return whether the disk may have pages that are not in the tree."""
 
     @abstractmethod
     def held(self, found: FoundPages) -> list[tuple[Page, Tier]]:
@@ -164,13 +161,13 @@ class PromptView(ABC):
         self, owner: object, client: Client, before: Sequence[Page], pages: Sequence[Page]
     ) -> PrefixHandle | None:
         """Make ``client`` remember the pages ``before`` and the whole ``pages`` after them, which it saves.
-        Without this, a long prompt would be sent and matched again with every batch that is saved."""
+        Otherwise the client would send a long prompt again with every batch that it saves."""
         return None
 
     @abstractmethod
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
-        """Return the pages of the first ``chunks`` chunks, with or without copies. Return None if not all of
-        them are in the tree."""
+        """Return the pages of the first ``chunks`` chunks, with or without copies; None if some of them are
+        not in the tree."""
 
     @abstractmethod
     def in_tree(self, state: StoreState, chunks: range) -> Sequence[Page]:
@@ -180,13 +177,13 @@ class PromptView(ABC):
 
     @abstractmethod
     def disk_look(self, state: StoreState, limit: int) -> Callable[[], PageLease]:
-        """Return a function that loads the pages that the disk has of the first ``limit`` tokens into the
+        """Return a function that loads the pages of the first ``limit`` tokens that are on disk into the
         tree, and returns a lease on them for :data:`HOLD_S`. The function blocks."""
 
 
 class ChainView(PromptView):
-    """A prompt whose pages are found one behind the other. ``keys`` and ``tokens`` come after the first
-    ``known`` pages (``head``) of a path that the client remembers."""
+    """A prompt whose pages are found by following a chain. ``head`` has the first ``known`` pages of a path
+    that the client remembers. ``keys`` and ``tokens`` are those of the chunks after ``head``."""
 
     def __init__(
         self,
@@ -247,7 +244,7 @@ class ChainView(PromptView):
         return [*(page.key for page in self.head), *self.keys] if self.head else self.keys
 
     def key_before(self, chunk: int) -> bytes:
-        """Return the key before a chunk: that of the chunk before it, or of the identity."""
+        """Return the key of the chunk before ``chunk``, or the hash of the identity for the first chunk."""
         index = chunk - len(self.head)
         return self.keys[index - 1] if index > 0 else self._key_before_the_rest()
 
@@ -270,7 +267,12 @@ class ChainView(PromptView):
         tail_tokens = below.tail_tokens or (self.chunk_tokens if self.head else 0)
         pages = (*self.head, *below.pages)
         if not state.health.readable:
-            return self._reachable(state, Match(pages, head_tokens + below.tokens, tail_tokens))
+            reachable = state.reachable(
+                Match(pages, head_tokens + below.tokens, tail_tokens), self.chunk_tokens
+            )
+            return FoundPages(
+                reachable.pages, reachable.tokens, reachable.tail_tokens, tier_runs(reachable.pages)
+            )
         return FoundPages(
             pages, head_tokens + below.tokens, tail_tokens, _joined(head_runs, below.runs), more
         )
@@ -281,16 +283,16 @@ class ChainView(PromptView):
         return range(found.tokens // self.chunk_tokens, -(-limit // self.chunk_tokens))
 
     def may_be_on_disk(self, state: StoreState) -> bool:
-        # The remembered pages need to be in the tree for this, but not ready.
+        # This is correct if the remembered pages are in the tree, even if their copies are not complete.
         _, more = self._below(state, self._findable(len(self.tokens) // TOKEN_BYTES))
         return more
 
     def held(self, found: FoundPages) -> list[tuple[Page, Tier]]:
-        # The earlier pages of a run cannot leave the tier before the last one.
+        # The earlier pages of a run cannot leave the tier before the last page of the run.
         return [(found.pages[end - 1], tier) for tier, end in found.runs]
 
     def pinned(self, found: FoundPages) -> Sequence[Page]:
-        whole = found.tokens // self.chunk_tokens  # the last page may match only in part
+        whole = found.tokens // self.chunk_tokens  # possibly without the last page, which may match in part
         return found.pages[whole - 1 : whole] if whole else ()
 
     def touch(self, log: AccessLog, found: FoundPages) -> None:
@@ -334,13 +336,13 @@ class ChainView(PromptView):
         return pages[chunks.start : chunks.stop]
 
     def _findable(self, tokens: int) -> int:
-        """Return how many of ``tokens`` tokens can be found: whole pages only, if the identity has only
-        those."""
+        """Return how many of ``tokens`` tokens can be found: only whole pages if the identity has no partial
+        pages."""
         return tokens - tokens % self.chunk_tokens if self.registration.identity.whole_pages else tokens
 
     def _below(self, state: StoreState, max_tokens: int) -> tuple[Match, bool]:
-        """Return the match in the tree behind the head, of at most ``max_tokens`` tokens, and whether the
-        disk may have more."""
+        """Return the match of at most ``max_tokens`` tokens below ``head`` in the tree, and whether the disk
+        may have more pages."""
         identity = self.registration.identity
         parent = self._parent(state)
         below = state.index.tree.match_below(
@@ -355,11 +357,11 @@ class ChainView(PromptView):
         return below, more and frontier(state, parent, below, identity, self.chunk_tokens, chunk) is not None
 
     def _parent(self, state: StoreState) -> Page:
-        """Return the page that the pages behind the head are below."""
+        """Return the parent of the first page after ``head``."""
         return self.head[-1] if self.head else self.root(state)
 
     def _head_runs(self, state: StoreState) -> list[tuple[Tier, int]] | None:
-        """Return the runs of the remembered pages; None if some have left the tree."""
+        """Return the tier runs of ``head``; None if some of its pages have left the tree."""
         path = self.path
         if path is None:
             return []
@@ -375,11 +377,6 @@ class ChainView(PromptView):
         whole, rest = divmod(max_tokens, self.chunk_tokens)
         pages = tuple(self.head[: whole + bool(rest)])
         return FoundPages(pages, max_tokens, rest or (self.chunk_tokens if whole else 0), tier_runs(pages))
-
-    def _reachable(self, state: StoreState, match: Match) -> FoundPages:
-        """Return the part of a match that can be loaded while the disk is offline."""
-        match = state.reachable(match, self.chunk_tokens)
-        return FoundPages(match.pages, match.tokens, match.tail_tokens, tier_runs(match.pages))
 
     # -- on disk -------------------------------------------------------------------------------------
 
@@ -398,8 +395,8 @@ class ChainView(PromptView):
 
 
 class NamedView(PromptView):
-    """Whole pages that are found independently of each other. ``depth`` pages come before the first one in
-    its prompt, as far as known. Later pages are evicted first."""
+    """Whole pages that are found independently of each other. ``depth`` pages come before the first page in
+    its prompt, as far as known. Pages with a higher depth are evicted first."""
 
     named = True
 
@@ -407,11 +404,7 @@ class NamedView(PromptView):
         self, registration: Registration, keys: Sequence[PageKey], tokens: bytes, *, depth: int = 0
     ) -> None:
         super().__init__(registration, keys, tokens)
-        self._depth = depth
-
-    @property
-    def depth(self) -> int:
-        return self._depth
+        self.depth = depth
 
     @property
     def num_tokens(self) -> int:
@@ -437,7 +430,7 @@ class NamedView(PromptView):
         )
 
     def part(self, chunks: Sequence[int]) -> NamedView:
-        """Return a view of some of its pages."""
+        """Return a view of these chunks."""
         parts = [self.chunk(chunk) for chunk in chunks]
         depth = self.depth + chunks[0] if chunks else 0
         keys, tokens = [key for key, _ in parts], b"".join([each for _, each in parts])
@@ -455,7 +448,7 @@ class NamedView(PromptView):
     # -- in the tree ---------------------------------------------------------------------------------
 
     def find(self, state: StoreState, max_tokens: int) -> FoundPages:
-        there = [
+        stored = [
             (position, page, tier)
             for position, page in enumerate(self.tree_pages(state, range(len(self.keys))))
             if page is not None
@@ -463,25 +456,25 @@ class NamedView(PromptView):
             and (tier is not Tier.DISK or state.health.readable)
         ]
         runs: list[tuple[Tier, int]] = []
-        for tier, run in groupby(tier for _, _, tier in there):
+        for tier, run in groupby(tier for _, _, tier in stored):
             runs.append((tier, (runs[-1][1] if runs else 0) + sum(1 for _ in run)))
         found = FoundPages(
-            [page for _, page, _ in there],
-            len(there) * self.chunk_tokens,
-            self.chunk_tokens if there else 0,
+            [page for _, page, _ in stored],
+            len(stored) * self.chunk_tokens,
+            self.chunk_tokens if stored else 0,
             runs,
-            positions=[position for position, _, _ in there],
+            positions=[position for position, _, _ in stored],
         )
-        lacking = len(there) < len(self.keys)
+        lacking = len(stored) < len(self.keys)
         on_disk = lacking and bool(self.on_disk(state, self.missing(found, self.num_tokens)))
         return replace(found, look_on_disk=True) if on_disk else found
 
     def missing(self, found: FoundPages, limit: int) -> Sequence[int]:
-        there = set(found.positions)
-        return [position for position in range(len(self.keys)) if position not in there]
+        stored = set(found.positions)
+        return [position for position in range(len(self.keys)) if position not in stored]
 
     def on_disk(self, state: StoreState, positions: Sequence[int]) -> list[int]:
-        """Return the positions of pages that the disk may have. Needs the state's lock."""
+        """Return those of these positions whose pages may be on disk. Needs the state's lock."""
         root = self.root(state)
         if state.disk is None or not state.health.readable or not state.may_reload or not root.serial:
             return []
@@ -505,7 +498,7 @@ class NamedView(PromptView):
             log.touch_named({page: self.depth + position for position, page in pairs}, hit=True)
 
     def remember(self, owner: object, client: Client, found: FoundPages, changes: int) -> PrefixHandle | None:
-        return None  # named pages form no prefix
+        return None  # named pages do not form a prefix
 
     def first_pages(self, state: StoreState, chunks: int) -> Sequence[Page] | None:
         return ()
@@ -514,7 +507,8 @@ class NamedView(PromptView):
         return [page for page in self.tree_pages(state, chunks) if page is not None]
 
     def tree_pages(self, state: StoreState, chunks: range) -> list[Page | None]:
-        """Return the page of each of these chunks, with or without copies; None if it is not in the tree."""
+        """Return the page of each of these chunks, with or without copies; None for a page not in the
+        tree."""
         root, child = self.root(state), state.index.tree.child
         return [child(root, *self.chunk(at)) for at in chunks]
 
@@ -542,7 +536,7 @@ def _start(path: Path, run: int) -> int:
 def _joined(
     head: Sequence[tuple[Tier, int]], below: Sequence[tuple[Tier, int]]
 ) -> Sequence[tuple[Tier, int]]:
-    """Return the runs of ``head`` followed by those of ``below``."""
+    """Return the tier runs of a prefix that consists of ``head`` and the pages ``below`` it."""
     if not head or not below:
         return head or below
     known = head[-1][1]

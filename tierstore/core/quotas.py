@@ -1,8 +1,8 @@
 """The limits of tenants: quotas of the tiers, and pins.
 
 A pin keeps the pages of one prompt for one tenant. A client without a tenant owns the daemon, and its pins
-last until they are undone. A tenant's pin ends an hour after the prompt was last pinned, so that the pins of
-tenants that have gone do not fill the tiers.
+last until they are undone. A tenant's pin ends an hour after the prompt was last pinned. So the pins of
+tenants that no longer use the daemon do not fill the tiers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tierstore.keys import Identity, outer_tenant
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import format_size
 
-# share of the quota evicted at once: finding the oldest page means visiting all pages of the tenant
+# Share of the quota that is evicted at once, because finding the oldest page visits all pages of the tenant.
 _EVICT_FRACTION = 1 / 32
 
 
@@ -27,7 +27,7 @@ class Quotas:
 
     def __init__(self, state: StoreState, quotas: Mapping[str, int]) -> None:
         self._state = state
-        self.quotas = quotas  # bytes by tenant; may be replaced
+        self.quotas = quotas  # bytes by tenant; the daemon replaces it when its settings change
         self._identities: dict[str, set[bytes]] = {}  # digests by tenant
         self._tenants: dict[bytes, str] = {}  # by digest
         self.evicted_pages = 0
@@ -46,7 +46,7 @@ class Quotas:
             identities.discard(identity)
 
     def identities(self, tenant: str) -> int:
-        """Return how many identities of the tenant are registered or have pages in memory."""
+        """Return the number of the tenant's identities that are registered or have pages in memory."""
         return len(self._identities.get(tenant, ()))
 
     def used_bytes(self, tenant: str) -> int:
@@ -62,7 +62,7 @@ class Quotas:
         return self._tenants.get(page.identity) in self.quotas
 
     def admit(self, page: Page) -> bool:
-        """Return whether a new page may have a slot. Evict its tenant's own pages if necessary."""
+        """Return whether a new page may have a slot. Evict other pages of its tenant if necessary."""
         if not self.limited(page):
             return True
         tenant = self._tenants[page.identity]
@@ -103,15 +103,15 @@ TENANT_PIN_S = 3600.0
 _QUOTA_SHARE = 1 / 2  # share of its quota that a tenant may pin
 _ARENA_SHARE = 1 / 8  # share of the arena that a tenant without a quota may pin
 _TENANTS_SHARE = 1 / 2  # share of the smallest tier that all tenants may pin together
-_MOST_MEMORY_BYTES = 64 << 20  # memory for all pins and pinned pages, which stay in the tree
+_MOST_MEMORY_BYTES = 64 << 20  # memory for all pins and for pinned pages, which cannot be unloaded
 _PIN_COST = 512  # bytes of memory
 
 
 class PinHolder:
-    """One prompt that a tenant has pinned ``times`` times over the same pages.
+    """One prompt that a tenant has pinned ``times`` times, each time with the same pages.
 
-    The pin keeps the pages ``last`` and all pages before them. A chained prompt has one last page. Each named
-    page is a last page. ``ends`` is a time of the state's clock, or None if the pin does not expire.
+    The pin keeps the pages ``last`` and all pages before them. A chained prompt has one last page. Of named
+    pages, each is in ``last``. ``ends`` is a time of the state's clock; None if the pin does not expire.
     """
 
     __slots__ = ("ends", "last", "name", "tenant", "times")
@@ -126,8 +126,8 @@ class PinHolder:
         return _PIN_COST + 8 * len(self.last)
 
     def pages(self) -> Iterator[Page]:
-        """Yield the pages that the pin keeps, children before parents. None of them leaves the tree before
-        the pin ends."""
+        """Yield the pages that the pin keeps, children before parents. They stay in the tree until the pin
+        ends."""
         for last in self.last:
             page = last
             while page.parent is not None:
@@ -138,24 +138,23 @@ class PinHolder:
 class Pins:
     """The pins of all tenants. Needs the state's lock.
 
-    A pin belongs to one tenant and one prompt. To unpin a prompt undoes only this tenant's pins of exactly
-    this prompt. Pins of other prompts over the same pages stay.
+    A pin belongs to one tenant and one prompt. Unpinning a prompt undoes only this tenant's pins of exactly
+    this prompt, not pins of other prompts with the same pages.
     """
 
     def __init__(self, state: StoreState, quotas: Quotas) -> None:
         self._state = state
         self._quotas = quotas
-        self._pins: dict[
-            str, dict[bytes, list[PinHolder]]
-        ] = {}  # by tenant and by the prompt's name, newest last
-        self._pages: dict[str, Counter[Page]] = {}  # by tenant: the number of its pins that keep a page
-        self._ending: dict[PinHolder, None] = {}  # pins that expire, the earliest first
+        # by tenant and by the prompt's name, newest last
+        self._pins: dict[str, dict[bytes, list[PinHolder]]] = {}
+        self._pages: dict[str, Counter[Page]] = {}  # by tenant: how many of its pins keep a page
+        self._ending: dict[PinHolder, None] = {}  # pins that expire, in the order in which they expire
         self._memory_bytes = 0
         self.pinned_bytes: Counter[str] = Counter()  # bytes of the slots of pinned pages, by tenant
 
     def pin(self, tenant: str, name: bytes, last: Sequence[Page]) -> int:
         """Keep ``last`` and the pages before them, for the prompt called ``name``. Return the number of these
-        pages. Raise :class:`Refusal` at a limit; then nothing has changed."""
+        pages. Raise :class:`Refusal` at a limit, and change nothing then."""
         if not last:
             return 0
         pin = PinHolder(tenant, name, last)
@@ -184,8 +183,8 @@ class Pins:
         return len(pages)
 
     def unpin(self, tenant: str, name: bytes) -> int:
-        """Undo the tenant's newest pin of the prompt called ``name``. Return the number of pages that it
-        kept, 0 if there is no such pin."""
+        """Undo the tenant's newest pin of the prompt called ``name``. Return the number of pages that the pin
+        kept; 0 if there is no such pin."""
         pins = self._pins.get(tenant, {}).get(name)
         return self._undo(pins[-1]) if pins else 0
 
@@ -229,7 +228,7 @@ class Pins:
         return len(self._pages.get(tenant, ()))
 
     def may_pin_bytes(self, tenant: str) -> int | None:
-        """Return the bytes that a tenant may pin; None without a limit."""
+        """Return how many bytes a tenant may pin; None without a limit."""
         if not tenant:
             return None
         quota = self._quotas.quotas.get(tenant)
@@ -262,7 +261,7 @@ class Pins:
 
     def _undo(self, pin: PinHolder, times: int = 1) -> int:
         """Undo a pin ``times`` times. Return the number of pages that it kept."""
-        pages = list(pin.pages())  # list them first: unpinned pages may leave the tree and lose their parents
+        pages = list(pin.pages())  # before unpinning, because unpinned pages may leave the tree
         pin.times -= times
         if not pin.times:
             self._forget(pin)

@@ -1,8 +1,8 @@
-"""Reading pages under a lease: where they are in host memory, and how they get there.
+"""Read pages under a lease: locate them in host memory, and load them into host memory first if necessary.
 
-A lease is on the last page of each run in one tier, since the pages before it cannot leave that tier earlier.
-In a shared core, located pages are held by the same lease, because its clients may die. In a core for this
-process only, located pages are held by a separate lease until they are released.
+A lease holds the last page of each run of pages in one tier, because the pages before it cannot leave that
+tier earlier. In a shared core, the same lease holds located pages, because clients may die. In a core of this
+process only, a separate lease holds located pages until the caller releases them.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from tierstore.transfer import Transfer
 
 R = TypeVar("R")
 
-_WAIT_S = 60.0  # for a disk, if the caller sets no limit
+_WAIT_S = 60.0  # longest wait for a disk if the caller sets no limit
 _WINDOW_PAGES = 4096  # largest batch from the host tier
-_DISK_BYTES = 16 << 20
+_DISK_BYTES = 16 << 20  # largest batch from the disk
 _BATCHES_IN_ARENA = 2  # a batch from disk takes at most 1/2 of the host tier
 
 
 @dataclass(frozen=True, slots=True)
 class Sending:
-    """Pages that are about to be sent, the XXH3-64 of each, and a function to call after they were sent."""
+    """Pages to send, the XXH3-64 of each page, and a function to call after they were sent."""
 
     frames: Sequence[memoryview]
     checksums: Sequence[int]
@@ -48,8 +48,7 @@ class Reading:
         self.client = client
         self._state = core.state
 
-    def holds(self, lease: Lease) -> bool:
-        assert isinstance(lease, LocalLease), "the lease is of another backend"
+    def holds(self, lease: LocalLease) -> bool:
         return not self._ended(lease)
 
     def release(self, lease: Lease) -> None:
@@ -66,9 +65,8 @@ class Reading:
         return min(run, max(batch // lease.page_bytes, 1))
 
     def locate(
-        self, lease: Lease, first: int, count: int, *, wait_s: float | None
+        self, lease: LocalLease, first: int, count: int, *, wait_s: float | None
     ) -> Transfer[Located | None]:
-        assert isinstance(lease, LocalLease), "the lease is of another backend"
         count = max(min(count, lease.pages - first), 0)
 
         def located() -> Located | None:
@@ -76,8 +74,7 @@ class Reading:
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, located)
 
-    def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
-        assert isinstance(lease, LocalLease), "the lease is of another backend"
+    def prefetch(self, lease: LocalLease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
         first = min(first, lease.pages)
         count = lease.pages - first
 
@@ -90,7 +87,7 @@ class Reading:
 
     def send(self, lease: LocalLease, first: int, count: int, *, wait_s: float) -> Transfer[Sending]:
         """Locate pages for a client on another host, as :meth:`locate` does. The pages are held until they
-        were sent, even if the client's lease ends before."""
+        were sent, even if the client's lease ends before that."""
         state, host = self._state, self.core.host
 
         def sending() -> Sending:
@@ -107,13 +104,12 @@ class Reading:
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, sending)
 
-    def report_damage(self, lease: Lease, position: int) -> None:
-        assert isinstance(lease, LocalLease), "the lease is of another backend"
+    def report_damage(self, lease: LocalLease, position: int) -> None:
         page = lease.held[position]
         state = self._state
         with state.lock:
             copy = page.copies[Tier.HOST]
-            # One check at a time, so that a client's reports cost no more than hashing one page.
+            # One check at a time, so that a client's reports cost no more time than hashing one page takes.
             if self.client.suspects or copy is None or not copy.ready or page.checksum is None:
                 return
             self.client.suspects = True
@@ -174,7 +170,7 @@ class Reading:
         return load.start()
 
     def _located(self, lease: LocalLease, first: int, count: int) -> Located | None:
-        """Hold the pages that are in the arena and return their addresses. Needs the lock."""
+        """Hold the pages that are in the arena, and return their addresses. Needs the lock."""
         state = self._state
         pages = 0 if self._ended(lease) else count_in_arena(lease.held, first, count)
         state.counters.loaded_pages += pages
@@ -189,11 +185,11 @@ class Reading:
             self._hold_under(lease, first, pages)
             lease.located.update(lease.holders(first, pages))
             return Located(addresses, lease.ends, checksums)
-        # no other process writes there
+        # Checksums are not needed, because no other process writes to the arena.
         return Located(addresses, release=self._hold_for_copying(lease, first, pages))
 
     def _hold_under(self, lease: LocalLease, first: int, count: int) -> None:
-        """Extend the lease to pages in the arena. The pages before them cannot leave earlier."""
+        """Extend the lease to these pages in the arena. Needs the lock."""
         if not count:
             return
         known = set(lease.hold.held) if lease.positions else lease.hold.held
@@ -203,9 +199,8 @@ class Reading:
                 lease.hold.held.append((page, Tier.HOST))
 
     def _release_holds(self, lease: LocalLease) -> bool:
-        """Release holds on arena pages of a hit that are also on disk, except for pages whose address a
-        client has. (Pages that are being copied have a hold of their own.) Return whether any were released.
-        """
+        """Release holds on a hit's pages in the arena that are also on disk, except for pages whose address a
+        client has. (A separate hold keeps pages that are being copied.) Return whether any were released."""
         freed = False
         if not lease.hold.released:
             for position, (page, _) in enumerate(lease.hold.held):
@@ -215,12 +210,12 @@ class Reading:
 
     def _ended(self, lease: LocalLease) -> bool:
         if not self.core.shared:
-            return lease.hold.released  # no client in another process relies on the end time
+            return lease.hold.released  # the end time matters only to clients in other processes
         return lease.hold.released or lease.hold.ends <= self._state.clock()
 
     def _hold_for_copying(self, lease: LocalLease, first: int, count: int) -> Callable[[], None]:
-        """Hold pages in the arena until the returned function is called, even if the lease ends before. Loads
-        that find no room wait briefly for that. Needs the lock."""
+        """Hold pages in the arena until the returned function is called, even if the lease ends before that.
+        A load that finds no room waits briefly for such holds. Needs the lock."""
         state = self._state
         hold = state.leases.take([(page, Tier.HOST) for page in lease.holders(first, count)], math.inf)
         state.fills.copying += count

@@ -1,8 +1,8 @@
 """Reservations while they are built: which pages of a save are new, and which slots they get. They are built
 in steps, so that a long prompt does not delay other clients.
 
-A slot under a reservation stays reserved until the client commits it, gives it up or is dead. Otherwise a
-running write could end in another client's page.
+A slot under a reservation stays reserved until the client commits the reservation, aborts it, or is dead.
+Otherwise a client could still be writing to the slot when another client's page is already in it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,19 @@ _NOTED_AT_ONCE = 64
 
 
 def being_written(page: Page) -> bool:
-    """Whether the page is in no tier but under a reservation, which may still be given up."""
+    """Return whether the page is in no tier but under a reservation, which may still be aborted."""
     copy = page.copies[Tier.HOST]
     filling = copy is not None and not copy.ready and not copy.damaged
     return filling and page.copies[Tier.DISK] is None
 
 
 class _Branch:
-    """The path of pages that a save follows, one behind the other. It works in steps; between them, other
-    threads have the lock."""
+    """The path of pages that a save follows, in steps. Between two steps, other threads may take the lock."""
 
     def __init__(self, state: StoreState, hints: SaveHints, tenant: str, *, named: bool) -> None:
         self._state = state
-        self._named = named  # each page is right below the root
-        self._depths: dict[Page, int] = {}  # depths of the pages of this step
+        self._named = named  # if true, the parent of each page is the root
+        self._depths: dict[Page, int] = {}  # depths of the pages of this step, if they are named
         self._tracker = HintTracker(
             state.sessions,
             hints.hint,
@@ -53,20 +52,20 @@ class _Branch:
         self._step: list[Page] = []
 
     def begin(self, parent: Page | None) -> None:
-        """Start behind ``parent``. If it is None, the save has no pages."""
+        """Start a save whose pages follow ``parent``; None if the save has no pages."""
         self._end = parent
         self._tracker.begin(parent)
         self._hold(parent)
 
     def use_before(self, pages: Sequence[Page]) -> None:
-        """Record that a save behind these pages uses them. Earlier batches of the save keep its hint."""
+        """Record that the save uses the pages before it. Earlier batches of the same save keep its hint."""
         alike = self._tracker.hinted_alike(pages)
         self._state.access_log.touch(pages, hit=False)
         self._tracker.hint_again(alike)
 
     def next(self, key: PageKey, tokens: bytes) -> Page | None:
-        """Return the page behind the last one, found or created. Return None if the last one has left every
-        tier: the pages behind it could never be found."""
+        """Return the next page of the path, found or created. Return None if the page before it has left
+        every tier, because the next page could never be found then."""
         if self._end is None or (self._end.parent is not None and not any(self._end.copies)):
             return None
         page = self._state.index.add(self._end, key, tokens)
@@ -74,7 +73,8 @@ class _Branch:
         return page
 
     def grow(self, page: Page, depth: int) -> None:
-        """Continue behind this page, which has ``depth`` pages before it and is stored or about to be."""
+        """Continue the path with this page, which is stored or about to be. ``depth`` pages come before
+        it."""
         if self._named:
             self._depths[page] = depth
             return
@@ -96,12 +96,12 @@ class _Branch:
 
     def about(self, pages: Sequence[Page]) -> None:
         """Apply the hints of a save without pages to these named pages. Pages that the hints declare finished
-        are evicted as soon as nothing holds them: no pages behind them would be cut off."""
+        are evicted as soon as nothing holds them, because no other pages depend on them."""
         self._tracker.about(pages)
         self._state.eviction.leaving.evict_when_idle(pages)
 
     def give_up(self) -> None:
-        """End a save that does not continue."""
+        """End the path of a save that does not continue."""
         self._step = []
         self._hold(None)
 
@@ -114,8 +114,8 @@ class _Branch:
 
 
 class ReservationBuilder:
-    """A reservation while it grows. The client holds it from the first page on, so that nothing is lost if
-    the client dies in the middle. Needs the state's lock."""
+    """A reservation while it grows. The client holds it from its first page on, so that its slots are freed
+    if the client dies before it is complete. Needs the state's lock."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class ReservationBuilder:
             self._branch.about(found.pages if found is not None else ())
         if self._before:
             self._branch.use_before(self._before)
-        self._next = 0  # position
+        self._next = 0  # position in ``chunks`` of the next page
         self._offsets: list[int] = []
         self._stored_tokens = 0
         self.reservation = LocalReservation(
@@ -156,7 +156,7 @@ class ReservationBuilder:
         self.unfinished = True
 
     def step(self, pages: int) -> None:
-        """Process the next ``pages`` pages."""
+        """Process the next ``pages`` pages of the save."""
         stop = min(self._next + pages, len(self._chunks))
         while self._next < stop:
             page = self._page(following=stop - self._next - 1)
@@ -194,8 +194,8 @@ class ReservationBuilder:
         return reservation
 
     def _page(self, *, following: int) -> Page | None:
-        """Return the next page, which is in the host tier or about to be filled. ``following`` is
-        the number of pages behind it in the same step. Return None if it is in no tier and gets no slot."""
+        """Return the next page, which is in the host tier or gets a slot there; None if it is in no tier and
+        gets no slot. ``following`` is the number of pages after it in the same step."""
         state = self._state
         chunk = self._chunks[self._next]
         if chunk >= self._prompt.whole_chunks and self._prompt.registration.identity.whole_pages:
@@ -206,7 +206,7 @@ class ReservationBuilder:
         copy = page.copies[Tier.HOST]
         if copy is not None and not copy.damaged:
             if being_written(page):
-                return None  # another client has begun to write it since the save has looked
+                return None  # another client has begun to write it since this save's lookup
             state.counters.already_stored_pages += 1
             return page
         place = self._slot(page, following)
@@ -225,7 +225,7 @@ class ReservationBuilder:
         return page
 
     def _note_no_room(self) -> None:
-        """Record that further pages have no room, for at most as many pages as one step handles."""
+        """Record that the next pages found no room, for at most as many pages as one step handles."""
         prompt, departures = self._prompt, self._state.departures
         for chunk in self._chunks[self._next : self._next + _NOTED_AT_ONCE]:
             if chunk < prompt.whole_chunks:
@@ -239,6 +239,7 @@ class ReservationBuilder:
             return None
         if not self._quotas.admit(page):
             return None
-        if self._quotas.limited(page):  # do not make room for pages that the quota may not admit
+        # Do not make room for the following pages, because the quota may not admit them.
+        if self._quotas.limited(page):
             following = 0
         return self._state.fills.begin(page, following=min(following, allowed - 1))

@@ -23,17 +23,17 @@ from tierstore.tiers.slabs import slot_bytes
 
 
 class AccessLog:
-    """Records uses of pages, for the page table and the next commit to disk. Needs the state's lock."""
+    """Records uses of pages for the page table and for the next commit to disk. Needs the state's lock."""
 
     def __init__(self, index: Index, disk: DiskTier | None) -> None:
         self._index = index
         self._disk = disk
-        self._used: set[Page] = set()  # pages on disk that were used since note()
+        self._used: set[Page] = set()  # pages on disk that were used since the last note()
         self._noted: dict[int, PageUse] = {}  # by serial, for the next commit
 
     @property
     def page_table(self) -> PageTable | None:
-        """The pages on disk. None without a disk, and until the disk has been scanned."""
+        """The pages on disk; None without a disk, and until the disk has been scanned."""
         return self._disk.page_table if self._disk is not None else None
 
     def touch(self, pages: Sequence[Page], *, hit: bool) -> None:
@@ -43,7 +43,8 @@ class AccessLog:
             self._used.update([page for page in pages if page.copies[Tier.DISK] is not None])
 
     def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
-        """Record that these named pages are used now. ``depths`` has their known positions in a prompt."""
+        """Record that these named pages are used now. ``depths`` are their positions in a prompt, if
+        known."""
         self._index.touch_named(depths, hit=hit)
         if self._disk is not None:
             self._used.update([page for page in depths if page.copies[Tier.DISK] is not None])
@@ -55,14 +56,15 @@ class AccessLog:
             self.pass_hint_on(page)
 
     def pass_hint_on(self, page: Page) -> None:
-        """Pass a page's hint on to the disk tier, if the page is on disk and was not used since the hint."""
+        """Send a page's hint to the disk tier, if the page is on disk and was not used since the hint."""
         page_table = self.page_table
         copy = page.copies[Tier.DISK]
         if page_table is not None and copy is not None and copy.ready and page.last_use <= page.hinted:
             page_table.hint(page.serial, page.hint)
 
     def note(self) -> None:
-        """Pass the uses and hints of pages on disk on to the page table and the next commit."""
+        """Send the recorded uses and hints of pages on disk to the page table, and keep the uses for the next
+        commit."""
         now = time.time()
         noted = {page.serial: PageUse(page.last_use, now, page.hits) for page in self._used if page.serial}
         page_table = self.page_table
@@ -75,7 +77,7 @@ class AccessLog:
         self._noted.update(noted)
 
     def note_before_unload(self, page: Page) -> None:
-        """Pass on the uses and the session of ``page`` before it is unloaded from the tree."""
+        """Send the uses and the session of ``page`` to the page table before the page is unloaded."""
         if page in self._used:
             self.note()
         if self.page_table is not None:
@@ -85,11 +87,11 @@ class AccessLog:
 
     @property
     def waiting(self) -> bool:
-        """Whether the next commit has uses to write."""
+        """Whether there are uses for the next commit to write."""
         return bool(self._used or self._noted)
 
     def take(self, added: Iterable[Page]) -> dict[int, PageUse]:
-        """Return the uses by serial that a commit has to write, including those of the pages that it adds."""
+        """Return the uses by serial that a commit must write, including uses of the pages that it adds."""
         self._used.update(added)
         self.note()
         taken, self._noted = self._noted, {}
@@ -100,7 +102,7 @@ class AccessLog:
         self._noted = taken | self._noted
 
     def forget(self, page: Page) -> None:
-        """Drop the uses of ``page``, which leaves the disk."""
+        """Drop the recorded uses of ``page``, which leaves the disk."""
         self._used.discard(page)
 
     def forget_serial(self, serial: int) -> None:
@@ -108,8 +110,8 @@ class AccessLog:
 
 
 class Residency:
-    """Adds and removes copies of pages in the tiers, and reports this to the change logs. Needs the state's
-    lock."""
+    """Adds copies of pages to the tiers and removes them, and reports both to the change logs. Needs the
+    state's lock."""
 
     def __init__(
         self,
@@ -122,9 +124,9 @@ class Residency:
         departures: Departures,
     ) -> None:
         self.departures = departures
-        self.choice = Cause.EVICTED  # why pages leave that the policy chooses now
+        self.choice = Cause.EVICTED  # why the policy currently evicts pages
         self.committing = 0  # number of removals in a running commit
-        self.erased: set[int] = set()  # serials of pages on disk that are overwritten when they leave
+        self.erased: set[int] = set()  # serials of pages on disk to overwrite when they leave
         self._index = index
         self._host = host
         self._access_log = access_log
@@ -132,14 +134,14 @@ class Residency:
         self._changed = changed
         self.host_bytes: Counter[bytes] = Counter()  # bytes of slots in the host tier, by identity digest
         self.removed: list[Removal] = []  # pages that the next commit deletes from disk
-        self.followers: list[ChangeLog] = []  # receive what enters and leaves the tiers below HBM
+        self.followers: list[ChangeLog] = []  # logs of the pages that enter and leave the tiers below HBM
 
     def drop(self, page: Page, tier: Tier, cause: Cause | None = None) -> None:
-        """Drop an unleased copy and free its place (on disk: with the next commit), and damaged copies before
-        it in host memory that only it has kept. Record the ``cause`` if it was the last copy (None: the page
-        was damaged, was finished, or the policy chose it)."""
+        """Drop an unleased copy and free its place (on disk: with the next commit). Also drop damaged host
+        copies of its ancestors that only this copy has kept. If it was the last copy, record ``cause`` (None:
+        the page was damaged, was finished, or was chosen by the policy)."""
         leaving: Page | None = page
-        while leaving is not None:  # no recursion: a whole prompt may have been forgotten
+        while leaving is not None:  # a loop instead of recursion, because a whole prompt may be forgotten
             copy = self._index.copy(leaving, tier)
             why = cause
             if why is None:
@@ -151,7 +153,7 @@ class Residency:
             leaving = self._drop_from_host(leaving, copy, why)
 
     def _drop_from_host(self, page: Page, copy: Copy, cause: Cause) -> Page | None:
-        """Drop a copy. Return the page before it if its copy is damaged and can be dropped now."""
+        """Drop a copy. Return the page's parent if the parent's copy is damaged and can be dropped now."""
         above = page.parent
         served = copy.ready or copy.damaged
         place = self._index.drop_copy(page, Tier.HOST)
@@ -167,7 +169,7 @@ class Residency:
         return above if free else None
 
     def _cause(self, *, done: bool, expired: bool) -> Cause:
-        """Return why a page leaves that the policy has chosen. ``expired``: a done page's time to live is
+        """Return why the policy has chosen a page. ``expired`` says that a done page's time to live is
         over."""
         if not done:
             return self.choice
@@ -182,7 +184,7 @@ class Residency:
         self._index.drop_copy(page, Tier.DISK)
         if page.copies[Tier.HOST] is None:
             self.departures.note(page.identity, page.key, cause, Tier.DISK, page.nbytes)
-        if serial in page_table:  # otherwise the scan has shown that the page is not there
+        if serial in page_table:  # otherwise the scan has shown that the page is not on disk
             self._remove(page_table.remove(serial))
 
     def remove(self, serial: int) -> None:
@@ -190,14 +192,14 @@ class Residency:
         page_table = self._access_log.page_table
         assert page_table is not None
         removal = page_table.remove(serial)
-        # its key is in its record, which the commit reads
+        # The commit reads the page's key from its record.
         self._remove(removal._replace(cause=self._cause(done=removal.done, expired=removal.expired)))
 
     def was_removed(
         self, removed: Sequence[Removal], records: Mapping[int, PageRecord], *, report: bool
     ) -> None:
-        """Note why these pages have left the disk, unless that is noted already. ``report`` tells the change
-        logs."""
+        """Record why these pages have left the disk, unless the reason is recorded already. With ``report``,
+        report them to the change logs."""
         for removal in removed:
             record = records.get(removal.serial)
             if record is None:
@@ -237,7 +239,7 @@ class Residency:
     # -- change logs ---------------------------------------------------------------------------------
 
     def register(self, registration: Registration) -> None:
-        """Announce to the change logs that pages of this identity will come and go."""
+        """Tell the change logs about an identity whose pages they may have to report."""
         for log in self.followers:
             log.register(registration)
 
@@ -255,30 +257,30 @@ class Residency:
     # -- damage --------------------------------------------------------------------------------------
 
     def damaged_on_disk(self, page: Page) -> None:
-        """Stop serving a disk copy that differs from the saved page, and free its place."""
+        """Stop serving a disk copy whose bytes are not those of the saved page, and free its place."""
         copy = page.copies[Tier.DISK]
         if copy is None:
             return
-        self._counters.damaged_pages += not copy.damaged  # not if it was forgotten while it was read
+        self._counters.damaged_pages += not copy.damaged  # a forgotten copy is marked as damaged, too
         self._index.set_damaged(page, Tier.DISK)
         self.drop_damaged(page, Tier.DISK)
 
     def damaged_in_host(self, page: Page) -> None:
-        """Stop serving a host copy that differs from the saved page. Free its place, or have it filled again
-        if pages behind it are held."""
+        """Stop serving a host copy whose bytes are not those of the saved page. Free its place, unless pages
+        behind it are held; then a later save fills it again."""
         self._counters.damaged_pages += 1
         self._index.set_damaged(page, Tier.HOST)
         self.drop_damaged(page, Tier.HOST)
 
     def condemn(self, page: Page, *, erased: bool) -> bool:
-        """Stop serving all copies of a page that was forgotten. Return whether one was in host memory. With
-        ``erased``, its bytes on disk are overwritten when they leave."""
+        """Stop serving all copies of a forgotten page. Return whether a copy was in host memory. With
+        ``erased``, the page's bytes on disk are overwritten when they leave."""
         _, host, disk = page.copies
         in_host = host is not None and host.ready
         if in_host:
             self._index.set_damaged(page, Tier.HOST)
         if disk is not None:
-            disk.damaged = True  # a copy that is being written is dropped when the write ends
+            disk.damaged = True  # if the copy is still being written, it is dropped when the write ends
             disk.ready = False
             if erased:
                 self.erased.add(page.serial)
@@ -286,23 +288,24 @@ class Residency:
         return in_host
 
     def drop_damaged(self, page: Page, tier: Tier) -> None:
-        """Drop a damaged copy if nothing holds it. Otherwise it is dropped with its last holder."""
+        """Drop a damaged copy if nothing holds it. Otherwise, it is dropped when its last holder releases
+        it."""
         copy = self._index.copy(page, tier)
         if copy.leases:
             return
         if tier is Tier.DISK:
-            # Until the disk has been scanned, the copy stays, but is not served.
+            # Until the disk has been scanned, the copy is kept but not served.
             if self._access_log.page_table is not None:
                 self.drop(page, tier)
-        elif not copy.children:  # a lease on a page below also covers this one
+        elif not copy.children:  # a lease on a page below also holds this page
             self.drop(page, tier)
 
 
-_MOST_PASSES = 3  # passes over the page table before an eviction gives up
+_MOST_PASSES = 3  # passes over the page table before an eviction ends with too few pages
 
 
 class EvictedFromDisk(NamedTuple):
-    """Number of pages evicted from disk, and their bytes."""
+    """The number of pages evicted from disk, and their total size in bytes."""
 
     pages: int
     nbytes: int
@@ -335,17 +338,21 @@ class Eviction:
         self.leaving = Leaving((Tier.HOST, Tier.DISK), self._drop)
 
     def _drop(self, page: Page, tier: Tier) -> None:
-        # otherwise the page table is not known yet
+        # Until the disk has been scanned, there is no page table, and nothing leaves the disk.
         if tier is not Tier.DISK or self._access_log.page_table is not None:
             self._residency.drop(page, tier, Cause.SUPERSEDED)
             self._counters.evicted_pages[tier.label] += 1
 
     def host_slots(self, nbytes: int, count: int) -> list[int]:
-        """Return ``count`` host slots for ``nbytes`` each, evicting pages by policy. Return fewer when all
-        others are held or being filled."""
+        """Return ``count`` host slots for ``nbytes`` each. Evict pages by policy if necessary. Return fewer
+        slots if all other pages are held or being filled."""
         assert self._host is not None
         places = self._host.allocate_many(nbytes, count)
-        while (missing := count - len(places)) and self._free(Tier.HOST, missing * nbytes):
+        while missing := count - len(places):
+            # Evict by bytes, because one small page may not make room for a larger one.
+            self._expire()
+            if not self._leave(Tier.HOST, math.inf, missing * nbytes):
+                break
             places += self._host.allocate_many(nbytes, missing)
         return places
 
@@ -355,8 +362,8 @@ class Eviction:
         self._host.free(place, nbytes)
 
     def evict(self, tier: Tier, count: int) -> int:
-        """Evict up to ``count`` copies from ``tier`` at a user's request, the policy's worst first. Return
-        the number evicted."""
+        """Evict up to ``count`` copies from ``tier`` at a user's request, in the policy's order. Return the
+        number of evicted copies."""
         self._residency.choice = Cause.BY_REQUEST
         try:
             if tier is Tier.DISK:
@@ -365,12 +372,6 @@ class Eviction:
             return self._leave(tier, count)
         finally:
             self._residency.choice = Cause.EVICTED
-
-    def _free(self, tier: Tier, nbytes: int) -> int:
-        """Evict copies from a memory tier until they have freed ``nbytes`` together: one small copy may not
-        make room for a larger page. Return the number evicted."""
-        self._expire()
-        return self._leave(tier, math.inf, nbytes)
 
     def _expire(self) -> None:
         self._leases.expire()
@@ -393,8 +394,8 @@ class Eviction:
         size_class: int | None = None,
         until: float = math.inf,
     ) -> EvictedFromDisk:
-        """Evict up to ``count`` pages from disk, but no more than it takes to free ``nbytes``. ``size_class``
-        limits this to one size class, and ``until`` to pages with at most this score."""
+        """Evict up to ``count`` pages from disk, but stop when ``nbytes`` are freed. ``size_class`` limits
+        this to one size class, and ``until`` to pages with at most this score."""
         page_table = self._access_log.page_table
         if page_table is None:
             return EvictedFromDisk(0, 0)
@@ -411,7 +412,7 @@ class Eviction:
             evicted += sum(self.leaves_disk(serial) for serial in serials)
             freed += sum(removal.nbytes for removal in removed[before:])
             before = len(removed)
-            # the end was reached: in the next pass, pages that were held back or are new get their turn
+            # At the end of a pass, start again: held pages may have been released, and new pages added.
             passes += not serials
         self._counters.evicted_pages[Tier.DISK.label] += evicted
         return EvictedFromDisk(evicted, freed)
@@ -433,7 +434,7 @@ class Eviction:
 
 
 class PendingFills:
-    """Host slots from their reservation until their bytes are there. Needs the state's lock."""
+    """Host slots that are being filled, from their reservation on. Needs the state's lock."""
 
     def __init__(
         self,
@@ -451,16 +452,16 @@ class PendingFills:
         self.loading: set[Page] = set()  # pages that a running load reads from disk
         self.in_transit = 0  # pages that loads are moving through the host tier
         self.copying = 0  # pages held in the host tier while they are copied to a client
-        self._ahead: list[int] = []  # slots taken for pages that begin next
-        self._ahead_bytes = 0  # size of each
+        self._ahead: list[int] = []  # slots allocated for the pages that begin next
+        self._ahead_bytes = 0  # size of each of these slots
 
     def begin(self, page: Page, *, following: int = 0) -> int | None:
-        """Reserve a host slot for ``page`` and lease it for the caller, which fills it. Return None when
-        there is no room.
+        """Reserve a host slot for ``page`` and lease it for the caller, which fills it. Return None if there
+        is no room.
 
-        If ``following`` pages of the same size are likely to begin next, room is made for all of them at
-        once, which is faster. The caller must then call :meth:`none_follows` before it releases the lock. A
-        damaged copy that cannot leave is filled again in its place.
+        If ``following`` pages of the same size are likely to begin next, make room for all of them in one
+        step, which is faster. The caller must then call :meth:`none_follows` before it releases the lock. A
+        damaged copy that cannot leave is filled again in its slot.
         """
         copy = page.copies[Tier.HOST]
         disk = page.copies[Tier.DISK]
@@ -473,10 +474,10 @@ class PendingFills:
             page.checksum = page.record.checksum if page.record is not None else None
             return copy.place
         if not self._ahead:
-            # making room may evict the last page below a tombstone, and with it the tombstone
+            # Hold the page: making room may evict the last page below a tombstone, and then the tombstone.
             page.holds += 1
             self._ahead = self._eviction.host_slots(page.nbytes, 1 + following)
-            self._ahead.reverse()  # ascending: adjacent slots are copied and written together
+            self._ahead.reverse()  # pop() then returns ascending slots: neighbours are copied together
             self._ahead_bytes = page.nbytes
             page.holds -= 1
             if not self._ahead:
@@ -489,14 +490,14 @@ class PendingFills:
         return place
 
     def none_follows(self) -> None:
-        """Free the slots that were taken ahead and not used."""
+        """Free the slots that were allocated ahead and not used."""
         for place in self._ahead:
             self._eviction.give_back(place, self._ahead_bytes)
         self._ahead.clear()
 
     def complete(self, pages: Sequence[Page], *, release: bool = True) -> None:
-        """Mark the copies of these pages as ready. ``release`` ends the leases of their fillers; otherwise
-        the fillers keep them."""
+        """Mark the copies of these pages as ready. With ``release``, also release the leases of the callers
+        that filled them."""
         self._index.complete(pages, Tier.HOST, release=release)
         self._residency.stored(pages, Tier.HOST)
         self._changed.notify_all()

@@ -1,7 +1,8 @@
 """The mutable state of a store, and its decisions. This module starts no thread, copies no pages and does no
 I/O.
 
-All methods and attributes need :attr:`StoreState.lock`. So do the parts, which are in files of their own.
+Callers must hold :attr:`StoreState.lock` for all methods and attributes, also those of the parts in other
+files.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, ReadBatch
 from tierstore.tiers.host import HostTier
 
 # Limits for pages that are only on disk but still in the tree:
-_LOADED_PAGES = 1 << 15  # pages without children in the tree
-_LOADED_BYTES = 128 << 20  # with their ancestors
-# with leased and pinned pages; at this limit, lookups stop loading pages into the tree
+_LOADED_PAGES = 1 << 15  # number of such pages without children in the tree
+_LOADED_BYTES = 128 << 20  # memory of such pages
+# memory of such pages, including held ones, at which lookups stop loading more pages into the tree
 _MOST_LOADED_BYTES = 256 << 20
-_UNLOADED_AT_ONCE = 1024  # takes a few milliseconds
-GONE_BYTES = 32 << 20  # pages that have left the tree but may still be referenced
+_UNLOADED_AT_ONCE = 1024  # takes several milliseconds
+GONE_BYTES = 32 << 20  # memory of pages that have left the tree, after which references to them are dropped
 
 
 class StoreState:
@@ -58,7 +59,7 @@ class StoreState:
         self.disk = disk
         self.clock = clock
         self.lock = threading.Lock()
-        # a copy became ready or was dropped, or a queue changed
+        # notified when a copy has become ready or was dropped, or when a queue has changed
         self.changed = threading.Condition(self.lock)
         self.index = Index(policies, tick=disk.tick if disk is not None else 0)
         self.counters = Counters()
@@ -68,13 +69,13 @@ class StoreState:
         self.health = Health(Tier.DISK.label, clock, stall_s=stall_s)
         self.stall_detector = StallDetector(disk, self.health, self.changed)
         self.closed = False
-        # by digest, of everything saved since the store was opened
+        # by digest: the identities of everything saved since the store was opened
         self.identities: dict[bytes, Identity] = {}
-        # model names by identity digest, where known
+        # model names by identity digest, as far as known
         self.names = {} if disk is None else disk.serials.names()
         self._loaded_pages_most = loaded_pages_most
         self._forgotten_bytes = 0  # ``index.forgotten_bytes`` at the last forget_gone()
-        # The parts, in dependency order.
+        # The parts, in the order of their dependencies.
         self.access_log = AccessLog(self.index, disk)
         host_bytes = host.capacity_bytes if host is not None else 0
         self.departures = Departures(host_bytes + (disk.stats().capacity_bytes if disk is not None else 0))
@@ -101,25 +102,23 @@ class StoreState:
             clock=clock,
         )
         self.ages = Ages(self.index.tree, max_age_s, wall)
-        self.too_old: list[Page] = []  # pages whose copies are not served and have not been dropped yet
+        self.too_old: list[Page] = []  # pages that are no longer served but not dropped yet
         self.fills = PendingFills(self.index, self.residency, self.eviction, self.changed, self.ages)
         self.write_budget = WriteBudget(clock, bytes_per_day=write_bytes_per_day)
         self.disk_rate = RateEstimate()
-        self.queued_reads = 0  # bytes that loads have requested and not read yet
+        self.queued_reads = 0  # bytes that loads have requested but not read yet
 
     @staticmethod
     def yield_lock() -> None:
-        """Let another thread take the lock. Call it between two holds of the lock in a long job: without it,
-        the same thread would usually get the lock again.
-        """
+        """Let another thread take the lock. Long jobs call this between two holds of the lock: otherwise the
+        same thread would usually get the lock again."""
         time.sleep(0)
 
     # -- rates ---------------------------------------------------------------------------------------
 
     def rates(self) -> dict[str, TierRate]:
-        """Return the disk's rate, including the queue in front of it; empty before the first read. Clients
-        measure the rate of host memory themselves.
-        """
+        """Return the disk's rate, including the time that its read queue takes; empty before the first read.
+        Clients measure the rate of host memory themselves."""
         rate = self.disk_rate.rate(self.clock())
         if rate is None:
             return {}
@@ -139,7 +138,7 @@ class StoreState:
         return root
 
     def expire(self) -> None:
-        """Stop serving pages that are too old. :mod:`tierstore.core.forgetting` drops them."""
+        """Stop serving pages that are too old. :mod:`tierstore.core.forgetting` drops them later."""
         old = self.ages.take_old()
         for page in old:
             self.residency.condemn(page, erased=True)
@@ -148,13 +147,11 @@ class StoreState:
             self.changed.notify_all()
 
     def reachable(self, match: Match, chunk_tokens: int) -> Match:
-        """Return the part of a match that can be loaded now. While the disk is offline, the match ends before
-        the first page that is only on disk.
-        """
+        """Return the part of a match that can be loaded now: while the disk is offline, only the pages before
+        the first page that is only on disk."""
         if self.health.readable:
             return match
-        there = itertools.takewhile(lambda page: page.ready_tier() is not Tier.DISK, match.pages)
-        pages = tuple(there)
+        pages = tuple(itertools.takewhile(lambda page: page.ready_tier() is not Tier.DISK, match.pages))
         if len(pages) == len(match.pages):
             return match
         return Match(pages, len(pages) * chunk_tokens, chunk_tokens if pages else 0)
@@ -165,7 +162,7 @@ class StoreState:
         """Record the outcome of a read from disk."""
         self.counters.disk_read_pages += read.good
         if read.good:
-            self.health.was_read()  # first, because one failed page among good ones is no failed disk
+            self.health.was_read()  # before an error: one failed page among good ones is no failed disk
         if read.error is not None:
             self.counters.disk_read_errors += 1
             self.health.read_failed(read.error)
@@ -173,11 +170,11 @@ class StoreState:
 
     @property
     def page_table(self) -> PageTable | None:
-        """The pages on disk. None without a disk, and until the disk has been scanned."""
+        """The pages on disk; None without a disk, and until the disk has been scanned."""
         return self.access_log.page_table
 
     def scanned(self) -> None:
-        """Drop the pages that were found before the scan and that the scanned page table does not have."""
+        """Drop disk copies that were loaded before the scan if the scanned page table does not have them."""
         assert self.page_table is not None
         for page in list(self.index.by_serial.values()):
             copy = self.index.copy(page, Tier.DISK)
@@ -187,17 +184,16 @@ class StoreState:
                 self.residency.drop_damaged(page, Tier.DISK)
 
     def reload(self, parent: Page, records: Sequence[PageRecord]) -> bool:
-        """Add pages found on disk, each the child of the one before, to the tree. Return False if the store
-        has changed since the search.
-        """
+        """Add pages found on disk, each the child of the previous one, to the tree. Return False if the store
+        has changed since the search."""
         page_table = self.page_table
         for record in records:
             if not self.index.in_tree(parent) or parent.serial != record.parent:
-                return False  # a forgotten root has another serial, or none
+                return False  # the root was forgotten meanwhile: then it has another serial, or none
             if page_table is not None and page_table.place(record.serial) != record.place:
-                return False  # removed or moved since
+                return False  # the page was removed or moved meanwhile
             if record.nbytes != parent.nbytes:
-                return False  # saved under this identity with another page size
+                return False  # the page was saved under this identity with another page size
             if self.ages.is_over(record.created_s) or record.serial in self.residency.erased:
                 return False
             hits = page_table.use(record.serial).hits if page_table is not None else 0
@@ -212,9 +208,8 @@ class StoreState:
         return True
 
     def unload_idle(self) -> bool:
-        """Unload idle pages that are on disk from the tree, until it is within its limit or a batch is full.
-        Return whether more remain.
-        """
+        """Unload idle pages from the tree until the tree is within its limits, but at most
+        ``_UNLOADED_AT_ONCE`` pages. Return whether more may remain."""
         idle = self.index.eviction.idle
         page: Page | None = None
         for _ in range(_UNLOADED_AT_ONCE):
@@ -228,12 +223,12 @@ class StoreState:
             above = page.parent
             self.access_log.note_before_unload(page)
             self.index.unload(page)
-            # prompt by prompt; otherwise every prompt would lose its end, even the one used last
+            # Unload one prompt after another; otherwise all prompts would lose their last pages.
             page = above
         return True
 
     def forget_gone(self) -> None:
-        """Drop the remaining references to pages that have left the tree, if there are enough of them."""
+        """Drop references to pages that have left the tree, if these pages take enough memory."""
         if self.index.forgotten_bytes - self._forgotten_bytes > GONE_BYTES:
             self._forgotten_bytes = self.index.forgotten_bytes
             self.sessions.forget_gone()

@@ -1,41 +1,41 @@
 """Decide which saves are not written to disk: those that are not worth it, and those beyond the daily budget.
 
-**Worth.** If computing a page is faster than reading it, no client loads it, and writing it wastes the disk's
-endurance and bandwidth. Clients plan this (:mod:`tierstore.planner`) and report how much of a hit on disk
-they decline. While a tenant's clients decline nearly everything that they find on disk, its saves are not
-written. The evidence fades, so writing is tried again after some minutes. If the disk becomes faster before
-that, clients read more, which also ends it.
+**Worth.** If computing a page is faster than loading it from disk, no client loads it, and writing it wastes
+the disk's endurance and bandwidth. Clients decide this (:mod:`tierstore.planner`) and report how many tokens
+of a hit on disk they decline. While a tenant's clients decline nearly everything that they find on disk, the
+tenant's saves are not written. Reports lose weight with time, so writing is tried again after several
+minutes. If the disk becomes faster before that, clients load more, and writing starts again.
 
-**Budget.** A limit in bytes per day, for flash with limited endurance. It is granted evenly over time. Unused
-budget is saved for up to an hour.
+**Budget.** A limit in bytes per day, for flash with limited endurance. The budget is granted evenly over
+time. Unused budget is saved up for at most an hour.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-_HALF_LIFE_S = 300.0  # after which evidence counts half
-_LEAST_TOKENS = 1 << 14  # declined tokens below which there is no decision
-_DECLINED_TO_READ = 8.0  # saves are not written if this many times more tokens are declined than read
+_HALF_LIFE_S = 300.0  # time after which a report has half its weight
+_LEAST_TOKENS = 1 << 14  # with fewer declined tokens, saves are always written
+_DECLINED_TO_READ = 8.0  # saves are not written if clients decline at least this many times what they read
 _DAY_S = 86400.0
-_SAVED_UP_S = 3600.0
+_SAVED_UP_S = 3600.0  # the most unused budget, as the time in which it is granted
 
 
 class WriteWorth:
-    """How much of a tenant's hits on disk its clients load. Needs the state's lock."""
+    """The share of a tenant's hits on disk that its clients load. Needs the state's lock."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._declined = self._read = 0.0  # tokens, halved after each half-life
+        self._declined = self._read = 0.0  # tokens, with half their weight after each half-life
         self._faded_at = clock()
 
     def declined(self, tokens: int) -> None:
-        """Count tokens that were not loaded because computing them is faster."""
+        """Count tokens that a client did not load because computing them is faster."""
         self._fade()
         self._declined += tokens
 
     def read(self, tokens: int) -> None:
-        """Count tokens that are loaded."""
+        """Count tokens that a client loads from disk."""
         self._fade()
         self._read += tokens
 
@@ -59,11 +59,11 @@ class WriteBudget:
         """Allow ``bytes_per_day``; 0 means no limit."""
         self._clock = clock
         self._bytes_per_s = bytes_per_day / _DAY_S
-        self._left = 0.0  # below 0 after a page that was larger than the rest
+        self._left = 0.0  # may be negative after a page larger than the remaining budget
         self._filled_at = clock()
 
     def take(self, nbytes: int) -> bool:
-        """Take ``nbytes`` from the budget. Return False, without taking them, if it is used up."""
+        """Subtract ``nbytes`` from the budget. If the budget is used up, return False and do not subtract."""
         if not self._bytes_per_s:
             return True
         now_s = self._clock()

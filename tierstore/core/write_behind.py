@@ -1,18 +1,18 @@
 """Write-behind: copy pages from the host tier to disk in batches, in the background.
 
 One thread takes a batch from the queue, finds room on disk and starts to write the payloads. It evicts in
-bulk, so that one commit frees space for many pages. When more pages are queued, it starts another batch
-beside the first. When enough is written, or the queue is empty, one commit makes all of it durable. Only then
-are the copies ready. Nothing is written during a commit: a commit beside other writes took 30 ms and delayed
-them; after them it takes 3 ms.
+bulk, so that one commit frees space for many pages. If more pages are queued, it starts another batch while
+the first is being written. When enough is written, or the queue is empty, one commit makes all written
+batches durable. Only then are their disk copies ready. Nothing is written during a commit: a commit during
+other writes took 30 ms and delayed them; a commit after them takes 3 ms.
 
-The queue (``write_queue.py``) is bounded. Pages that do not fit are put off. A page that has left the host
-tier by its turn is not written and counts as ``disk_dropped_pages``. This counter shows that the disk is
-slower than the engine.
+The queue (``write_queue.py``) is bounded. Pages that do not fit are put off. If such a page has left the host
+tier before it can be queued, it is not written and counts as ``disk_dropped_pages``. This counter shows that
+the disk is slower than the engine.
 
-When the disk fails, the batch is undone, the queue is emptied, and nothing is written until the disk works
-again. This thread does the probing: it has nothing else to do then, and no caller waits for it. Pages that it
-missed meanwhile are written if the host tier still has them.
+If the disk fails, the batch is undone, the queue is emptied, and nothing is written until the disk works
+again. This thread also probes the failed disk, because it has nothing else to do then and no caller waits for
+it. Pages that were not written meanwhile are written later if the host tier still has them.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from tierstore.tiers.disk.records import INLINE
 _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20  # largest batch; also at most a quarter of the queue
-_LEAST_BESIDE = 1 << 20  # start another write beside running ones only if this many bytes wait
-# commit after this many bytes, or half of the queue: each commit costs some milliseconds
+_LEAST_BESIDE = 1 << 20  # queued bytes from which on another write is started while others run
+# bytes after which they are committed (or half of the queue): a commit takes several milliseconds
 _COMMIT_BYTES = 256 << 20
-_WRITES_AT_ONCE = 3  # several, so that the disk has work while one of them ends
-_AT_ONCE = 128  # pages that become ready under one hold of the lock
-_STALLED_LOOK_S = 1.0  # how often the thread checks whether a stalled disk answers again
-_USE_FLUSH_S = 30.0  # longest time between commits of use times, while nothing else is written
+_WRITES_AT_ONCE = 3  # several, so that the disk has work when one of them ends
+_AT_ONCE = 128  # pages that are marked as ready under one hold of the lock
+_STALLED_LOOK_S = 1.0  # interval of checks whether a stalled disk answers again
+_USE_FLUSH_S = 30.0  # longest time until uses of pages are committed if nothing else is written
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class _Write:
 
     @property
     def nbytes(self) -> int:
-        return _bytes(self.pages)
+        return sum(page.nbytes for page in self.pages)
 
 
 class WriteBehind:
@@ -90,22 +90,22 @@ class WriteBehind:
 
     @property
     def idle(self) -> bool:
-        """Whether no page is queued, being written, or put off until the queue has room."""
+        """Whether no page is queued, being written, or waiting for room in the queue."""
         return not self._queue.pending and not self._queue.late
 
     def enqueue(self, pages: Sequence[Page]) -> None:
-        """Queue these pages of the host tier. They may be dropped instead of written."""
+        """Queue these pages of the host tier for writing. They may be dropped instead."""
         self._queue.put(pages)
         self._state.changed.notify_all()
 
     def move_stats(self) -> MoveStats:
-        """Return the cost so far of making room on disk."""
+        """Return how many pages were moved on disk to make room."""
         return self._placement.room.moves.stats()
 
     # -- for the store (without the lock) -------------------------------------------------------------
 
     def close(self) -> None:
-        """Write the queue and the use times, then stop the thread."""
+        """Write the queue and the uses of pages, then stop the thread."""
         with self._state.lock:
             self._closing = True
             self._state.changed.notify_all()
@@ -124,7 +124,7 @@ class WriteBehind:
                     f"the disk key does not open {keyring.path}: give the key that made it"
                 )
             if not scanned:
-                # without the index, free space is unknown
+                # Without the index, it is not known which space on disk is free.
                 self._state.health.never_write("the index could not be read")
         health = self._state.health
         closing = False
@@ -140,7 +140,7 @@ class WriteBehind:
             under_way: list[Page] = []
             try:
                 self._write_queued(under_way)
-            except Exception as error:  # noqa: BLE001  # disk failure or internal error: this thread has to survive
+            except Exception as error:  # noqa: BLE001  # whatever fails, this thread must continue
                 self._failed(under_way, error)
             with self._state.lock:
                 closing = self._closing and not self._queue
@@ -148,11 +148,11 @@ class WriteBehind:
 
     def _write_queued(self, under_way: list[Page]) -> None:
         """Write until the queue is empty. ``under_way`` collects the pages that were taken from the queue and
-        are not durable yet. The caller undoes them if this raises."""
-        writes: deque[_Write] = deque()  # running writes, the oldest first
-        written: list[Page] = []  # written but not durable
-        durable: list[Page] = []  # durable but not served
-        nbytes = 0  # of running and finished writes
+        are not durable yet. If this method raises, the caller undoes these pages."""
+        writes: deque[_Write] = deque()  # running writes, oldest first
+        written: list[Page] = []  # pages that are written but not durable
+        durable: list[Page] = []  # pages that are durable but not marked as ready
+        nbytes = 0  # of running writes and of written pages
         try:
             while True:
                 full = nbytes >= self._commit_bytes or len(writes) == _WRITES_AT_ONCE
@@ -170,14 +170,14 @@ class WriteBehind:
                     durable = self._make_durable(written)
                     under_way.clear()
                     written, nbytes = [], 0
-                    continue  # start the next write first, because the disk is idle
+                    continue  # the disk is idle, so start the next write before marking pages as ready
                 elif not durable:
                     break
                 served, durable = durable, []
                 self._finish(served)
         finally:
             for write in writes:
-                write.over.exception()  # even a failed write uses the slots until it ends
+                write.over.exception()  # wait: even a write that fails uses its slots until it ends
             self._forget_encoded([*self._encoded])
             self._finish(durable)
         if self._housekeeping_due():
@@ -185,12 +185,12 @@ class WriteBehind:
         self._disk.session_keys.free(self._disk.page_table)
 
     def _make_durable(self, written: Sequence[Page]) -> list[Page]:
-        """Make the written pages durable. Return those that are."""
+        """Commit the written pages. Return the pages that are durable now."""
         verified = self._verified(written)
         return verified if self._commit(verified) else []
 
     def _write_next(self, under_way: list[Page]) -> _Write | None:
-        """Start to write the next batch. Return None if the queue is empty."""
+        """Start to write the next batch. Return None if no queued page can be written."""
         while self._queue:
             placed = self._place_next(under_way)
             if placed:
@@ -204,13 +204,13 @@ class WriteBehind:
             self._state.changed.notify_all()
 
     def _wait_for(self, write: _Write, *, alone: bool) -> None:
-        """Wait until this write has ended. Unless ``alone``, return also when another write is worth
+        """Wait until this write has ended. Unless ``alone``, also return when another write is worth
         starting."""
         with self._state.lock:
             self._state.changed.wait_for(lambda: write.over.done() or (not alone and self._worth_beginning()))
 
     def _worth_beginning(self) -> bool:
-        """Whether enough is queued to start another write beside running ones."""
+        """Return whether enough is queued to start another write while others run."""
         return self._queue.waiting_bytes >= _LEAST_BESIDE
 
     def _place_next(self, under_way: list[Page]) -> list[Page]:
@@ -229,7 +229,7 @@ class WriteBehind:
 
     def _encode(self, batch: Sequence[Page]) -> dict[Page, Encoded]:
         """Return the encoded payloads that replace some of these pages. The result is empty while more is
-        queued than the encoder has time for."""
+        queued than the encoder can process in time."""
         if self._disk.encoder is None:
             return {}
         with self._state.lock:
@@ -247,14 +247,14 @@ class WriteBehind:
             self._disk.encoder.give_back(encoded)
 
     def _wait_for_work(self) -> None:
-        """Wait for something to write or to probe, or until use times have waited long enough."""
+        """Wait until there is something to write or to probe, or for at most ``_USE_FLUSH_S`` seconds."""
         health = self._state.health
         give_up = time.monotonic() + _USE_FLUSH_S
         while not self._work_to_do() and (left := give_up - time.monotonic()) > 0:
             if health.stalled:
                 self._state.changed.wait(_STALLED_LOOK_S)
                 return
-            retry_s = health.retry_s  # a failed read may have changed it
+            retry_s = health.retry_s  # read again, because a failed read may have changed it
             self._state.changed.wait(left if retry_s is None else min(left, retry_s))
 
     def _work_to_do(self) -> bool:
@@ -282,8 +282,8 @@ class WriteBehind:
             return state.health.writable and bool(state.access_log.waiting or state.residency.removed)
 
     def _verified(self, written: Sequence[Page]) -> list[Page]:
-        """Return the pages whose bytes match their writer's checksum. Drop the others in every tier; pages
-        behind them are not written."""
+        """Return the pages whose bytes have the checksum that their client computed. Drop any other page in
+        all tiers; the pages behind it are not written."""
         good = []
         with self._state.lock:
             for page in written:
@@ -299,7 +299,7 @@ class WriteBehind:
         return good
 
     def _payloads(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview]]:
-        """Return each page's record and its payload. The queue's lease keeps the bytes in the host tier."""
+        """Return each page's record and payload. The queue's lease keeps the bytes in the host tier."""
         with self._state.lock:
             return [
                 (page.record, self._encoded[page].payload if page in self._encoded else self._view(page))
@@ -308,7 +308,7 @@ class WriteBehind:
             ]
 
     def _additions(self, batch: Sequence[Page]) -> list[tuple[PageRecord, memoryview | None]]:
-        """Return each page's record for a commit, with the bytes of inline pages only."""
+        """Return each page's record for a commit; with the page's bytes if they are stored in the index."""
         with self._state.lock:
             return [
                 (page.record, self._view(page) if page.record.place == INLINE else None)
@@ -322,8 +322,8 @@ class WriteBehind:
         return host.view(self._state.index.copy(page, Tier.HOST).place, page.nbytes)
 
     def _commit(self, batch: Sequence[Page]) -> bool:
-        """Make these written pages durable, together with pending removals and use times. Return False when
-        the disk failed; then nothing was committed."""
+        """Make these written pages durable, together with pending removals and uses of pages. If the disk
+        fails, commit nothing and return False."""
         state = self._state
         with state.lock:
             used = state.access_log.take(batch)
@@ -347,8 +347,8 @@ class WriteBehind:
         return True
 
     def _finish(self, durable: Sequence[Page]) -> None:
-        """Mark these durable pages as ready on disk, in portions, so that lookups do not wait for all of
-        them."""
+        """Mark these durable pages as ready on disk, in batches, so that lookups do not wait until all are
+        marked."""
         state = self._state
         for start in range(0, len(durable), _AT_ONCE):
             some = durable[start : start + _AT_ONCE]
@@ -358,7 +358,7 @@ class WriteBehind:
                 for page in some:
                     (forgotten if state.index.copy(page, Tier.DISK).damaged else kept).append(page)
                 state.index.complete(kept, Tier.DISK, release=True)
-                state.leases.release_all(forgotten, Tier.DISK)  # which drops them
+                state.leases.release_all(forgotten, Tier.DISK)  # this also drops them
                 for page in some:
                     if page.hint is not NO_HINT:
                         state.access_log.pass_hint_on(page)
@@ -388,9 +388,9 @@ class WriteBehind:
         state.stall_detector.poll()
 
     def _undo(self, page: Page) -> None:
-        """Undo the placement of a page that did not become durable."""
+        """Undo the placement on disk of a page that did not become durable."""
         if page not in self._queue:
-            return  # given up before it had a place
+            return  # the page was given up before it had a place on disk
         copy = page.copies[Tier.DISK]
         if copy is not None and not copy.ready:
             self._state.index.release_copy(page, Tier.DISK)
@@ -398,10 +398,6 @@ class WriteBehind:
             room = page.record.room
             self._disk.unreserve(self._state.residency.unwrite(page), room)
         self._queue.give_up(page)
-
-
-def _bytes(pages: Sequence[Page]) -> int:
-    return sum(page.nbytes for page in pages)
 
 
 def _as_os_error(error: Exception) -> OSError:

@@ -1,15 +1,15 @@
-"""The queue of pages on their way from the host tier to disk. It decides; the writer's thread acts.
+"""The queue of pages to copy from the host tier to disk. The queue decides; the writer's thread acts.
 
-All methods need the store's lock. A page in the queue, or in a batch taken from it, is leased in the host
-tier, which keeps its bytes there.
+All methods need the store's lock. A page in the queue, or in a batch taken from the queue, is leased in the
+host tier, which keeps its bytes there.
 
-The queue is bounded in bytes. While the disk is not writable it is empty; otherwise half of the host tier
-would stay leased until the disk works again. A page that does not fit, or was refused or given up because of
-the disk, is *owed*: remembered without a lease. It is queued again when the queue has room and the disk
-works, if the host tier still has it. If not, it is *dropped* and counted.
+The queue is bounded in bytes. It is empty while the disk is not writable; otherwise half of the host tier
+would stay leased until the disk works again. A page is *owed* if it did not fit, or if it was refused or
+given up because of the disk. An owed page has no lease. It is queued again when the queue has room and the
+disk works, if the host tier still has it. Otherwise, it is *dropped* and counted.
 
-A page is written only after its parent, because it could not be found otherwise. A later save of the same
-prefix closes gaps.
+A page is written only after its parent, because a page without its parent could not be found. Pages that were
+dropped are written by a later save of the same prefix.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tierstore.core.departures import NOT_WRITTEN, Cause
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
 
-# pages; at this limit the newest are forgotten, because they depend on the pages before them
+# Number of pages. At this limit, new owed pages are dropped, because they depend on the older ones.
 _MOST_OWED = 1 << 14
-_OWED_AT_ONCE = 256  # pages queued again under one hold of the lock
-_OWED_LOOKED_AT = 2  # oldest owed pages to check per new one: have they left the host tier?
+_OWED_AT_ONCE = 256  # pages that are queued again under one hold of the lock
+_OWED_LOOKED_AT = 2  # oldest owed pages that are checked for each new one, and dropped if the host has none
 
 
 class WriteQueue:
@@ -36,9 +36,9 @@ class WriteQueue:
         self._most_bytes = most_bytes
         self._waiting: deque[Page] = deque()
         self.waiting_bytes = 0  # bytes of waiting pages
-        self._pending: set[Page] = set()  # waiting or in a batch
+        self._pending: set[Page] = set()  # pages that are waiting or in a batch
         self._pending_bytes = 0
-        self._owed: dict[Page, bool] = {}  # page → whether it was counted as dropped
+        self._owed: dict[Page, bool] = {}  # whether the page was already counted as dropped, by page
         self._catching_up = False
 
     def __len__(self) -> int:
@@ -56,12 +56,12 @@ class WriteQueue:
 
     @property
     def owes(self) -> bool:
-        """Whether owed pages can be queued again: nothing is pending and the disk works."""
+        """Whether owed pages can be queued again now: nothing is pending and the disk works."""
         return self.late and not self._pending
 
     @property
     def late(self) -> bool:
-        """Whether pages that did not fit will be queued again."""
+        """Whether there are owed pages and the disk works, so that they will be queued again."""
         return bool(self._owed) and self._state.health.writable
 
     def unplaced(self) -> Counter[int]:
@@ -71,15 +71,15 @@ class WriteQueue:
     # -- in ------------------------------------------------------------------------------------------
 
     def put(self, pages: Iterable[Page]) -> None:
-        """Queue these pages of the host tier. Ancestors that the disk lacks are queued too, and so are
-        descendants that came earlier, since copies end in no particular order."""
-        # Pages that an ancestor blocks, and whether the blocking is permanent. The dictionary avoids walking
+        """Queue these pages of the host tier. Ancestors that the disk lacks are queued first. Descendants
+        that were completed earlier are queued, too, because copies end in no particular order."""
+        # Pages that an ancestor blocks, and whether they are blocked for good. The dictionary avoids walking
         # up the same long path for each page.
         stuck: dict[Page, bool] = {}
-        causes: dict[Page, Cause] = {}  # why pages are not written, where something refused them
+        causes: dict[Page, Cause] = {}  # why refused pages are not written
         for page in pages:
             if page in self._pending:
-                continue  # queued together with an earlier page
+                continue  # it was queued together with an earlier page
             if page.parent in stuck:
                 stuck[page] = stuck[page.parent]
                 self._state.counters.disk_dropped_pages += stuck[page]
@@ -105,7 +105,7 @@ class WriteQueue:
                 self._append_below(page)
 
     def _refused(self, pages: Sequence[Page]) -> tuple[Page, Cause] | None:
-        """Queue these pages, up to the first that is refused. Return that page, and why."""
+        """Queue these pages, up to the first page that is refused. Return that page and the cause."""
         for page in pages:
             cause = self._append(page)
             if cause is not None:
@@ -114,7 +114,7 @@ class WriteQueue:
         return None
 
     def put_owed(self) -> None:
-        """Queue some of the owed pages. Pages that do not fit now stay owed."""
+        """Queue some of the owed pages again. Pages that still do not fit stay owed."""
         pages = list(itertools.islice(self._owed, _OWED_AT_ONCE))
         counted = [self._owed.pop(page) for page in pages]
         self._catching_up = True
@@ -139,8 +139,8 @@ class WriteQueue:
                 self._refuse_from(child, cause, later=child in self._owed)
 
     def _refuse_from(self, page: Page, cause: Cause, *, later: bool) -> None:
-        """Note why a page and its unwritten descendants, which came earlier, are not written. ``later`` owes
-        them, because the page or an ancestor is owed."""
+        """Record why a page and its unwritten descendants, which were completed earlier, are not written.
+        With ``later``, they become owed, because the page or an ancestor is owed."""
         waiting = [page]
         while waiting:
             page = waiting.pop()
@@ -151,7 +151,7 @@ class WriteQueue:
             waiting += [child for child in page.all_children() if child not in self._owed]
 
     def _append(self, page: Page) -> Cause | None:
-        """Queue a page. Return why not, if it is refused."""
+        """Queue a page. Return the cause if the page is refused."""
         if not self._state.health.writable:
             self._drop(page)
             return Cause.READ_ONLY
@@ -169,15 +169,15 @@ class WriteQueue:
         return None
 
     def _unwritten(self, page: Page) -> bool:
-        """Whether a page is ready in the host tier but neither on disk nor pending."""
+        """Return whether a page is ready in the host tier but neither on disk nor pending."""
         on_host = page.copies[Tier.HOST]
         written = page.copies[Tier.DISK] is not None or page in self._pending
         return on_host is not None and on_host.ready and not written
 
     def _missing(self, page: Page) -> tuple[list[Page], Page | None]:
-        """Return ``page`` and its ancestors that must be written first, top down. If one of the ancestors
-        cannot be written, return no pages and that ancestor: it is still being filled and will bring ``page``
-        along, or it is lost."""
+        """Return ``page`` and its ancestors that must be written first, top down. If an ancestor cannot be
+        written, return no pages and that ancestor. Such an ancestor is lost, or is still being filled; then
+        ``page`` is queued together with it later."""
         missing: list[Page] = []
         node: Page | None = page
         while node is not None and node.parent is not None:
@@ -192,8 +192,8 @@ class WriteQueue:
     # -- out -----------------------------------------------------------------------------------------
 
     def take(self, most_bytes: int) -> list[Page]:
-        """Take the next pages to write: up to ``most_bytes``, or one larger page. The caller must finish or
-        give up each of them. Pages that were dropped meanwhile are skipped."""
+        """Take the next pages to write: up to ``most_bytes``, or a single larger page. The caller must finish
+        or give up each of them. Skip pages that were forgotten or are about to leave."""
         batch: list[Page] = []
         while self._waiting and (not batch or self._waiting[0].nbytes <= most_bytes):
             page = self._pop()
@@ -207,8 +207,8 @@ class WriteQueue:
         return batch
 
     def finish(self, pages: Sequence[Page]) -> None:
-        """Remove pages that are on disk, or will not be, from the queue. The caller notifies threads that
-        wait for the queue."""
+        """Remove pages from the queue that are on disk or will not be written. The caller must notify
+        ``StoreState.changed``."""
         for page in pages:
             if page in self._pending:
                 self._pending.remove(page)
@@ -216,12 +216,12 @@ class WriteQueue:
         self._state.leases.release_all(pages, Tier.HOST)
 
     def give_up(self, page: Page) -> None:
-        """Drop a page instead of writing it."""
+        """Give up writing a page, and drop it or owe it."""
         self._drop(page)
         self.finish([page])
 
     def give_up_all(self) -> None:
-        """Drop all waiting pages instead of writing them."""
+        """Give up writing all waiting pages."""
         while self._waiting:
             self.give_up(self._pop())
 
@@ -237,8 +237,8 @@ class WriteQueue:
             self._owed[page] = True
 
     def _put_off(self, page: Page) -> None:
-        """Owe a page because the queue is full. Also forget the oldest owed pages that have left the host
-        tier: a disk that is always behind would never get to them."""
+        """Owe a page because the queue is full. Also forget the oldest owed pages that the host tier has
+        evicted, because a disk that is always too slow would never write them."""
         for _ in range(_OWED_LOOKED_AT):
             oldest = next(iter(self._owed), None)
             if oldest is None or self._unwritten(oldest):
@@ -251,7 +251,7 @@ class WriteQueue:
             self._state.counters.disk_dropped_pages += 1
 
     def _note(self, page: Page, cause: Cause) -> None:
-        """Note why a page is not written, for the time after it has left the host tier."""
+        """Record why a page is not written, for the time after it has left the host tier."""
         self._state.departures.note(page.identity, page.key, cause, Tier.HOST)
 
     def _count_lost(self, page: Page) -> None:

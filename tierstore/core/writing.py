@@ -1,9 +1,8 @@
-"""Writing pages under a reservation.
+"""Write pages under a reservation.
 
-A client's reservation decides everything: which pages are new and which slots they get. A reservation is
-never taken back from a living client; its size is limited instead. If another reservation is about to write
-one of the pages, the client waits until that one ends, because it may still be given up. The client holds
-nothing while it waits.
+A client's reservation says which pages are new and which slots they get. A reservation is never taken away
+from a living client; only its size is limited. If another reservation covers one of the pages, the client
+waits until that reservation ends, because it may still be aborted. The client holds nothing while it waits.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ _log = logging.getLogger(__name__)
 R = TypeVar("R")
 
 _AT_ONCE = 64  # pages handled under one hold of the lock: about a millisecond
-_MOST_WAITING = 64  # requests of one client that may wait for other writes
+_MOST_WAITING = 64  # requests of one client that may wait for other reservations
 _INLINE_BYTES = 64 << 10  # smaller frames are copied on the caller's thread
 
 
 class Writing:
-    """The saves of one client of ``core``. Thread-safe. ``owner`` is the owner of the returned handles."""
+    """The saves of one client of ``core``. Thread-safe. ``owner`` becomes the owner of returned handles."""
 
     def __init__(self, core: Core, client: Client, lookups: Lookups, owner: object) -> None:
         self.core = core
@@ -46,7 +45,7 @@ class Writing:
         self._lookups = lookups
         self._owner = owner
         self._state = core.state
-        self._waiting: dict[Waiter, Transfer[Reservation | None]] = {}  # requests that wait for other writes
+        self._waiting: dict[Waiter, Transfer[Reservation | None]] = {}  # requests that wait for reservations
 
     def reserve(
         self,
@@ -94,8 +93,8 @@ class Writing:
     def _reserve(
         self, view: PromptView, chunks: range, hints: SaveHints, waiter: Waiter | None
     ) -> Transfer[Reservation | None] | None:
-        """Reserve pages. Return None if another reservation is writing one of them; ``waiter`` is called when
-        that write ends."""
+        """Reserve pages. If another reservation covers one of them, return None, and call ``waiter`` when the
+        write of that page ends."""
         state = self._state
         with state.lock:
             if state.closed:
@@ -112,8 +111,8 @@ class Writing:
         return self._work(partial(self._reserve_in_steps, view, chunks, hints, look=look), None)
 
     def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
-        """Copy ``frames`` to the slots of positions ``first …`` on the mover's threads. The checksums are
-        those of the copied bytes."""
+        """Copy ``frames`` to the slots of the positions from ``first`` on, on the mover's threads. Store the
+        checksums of the copied bytes in the reservation."""
         assert isinstance(reservation, LocalReservation), "the reservation is of another backend"
         addresses = reservation.addresses or ()
         copies = [
@@ -122,7 +121,7 @@ class Writing:
         ]
         reservation.copying += 1
 
-        # frames is an argument, so that its memory lives until the copy ends
+        # ``frames`` is an argument, so that its memory lives until the copy ends.
         def copy(frames: Sequence[memoryview]) -> None:
             checksums = copying.copy_and_hash(copies, reservation.page_bytes)
             with self._state.lock:
@@ -152,8 +151,8 @@ class Writing:
                 return Transfer.completed(0)
             self._end(reservation)
             if not self.client.local:
-                # The sender may have changed a page before it was sent: only the checksum of the received
-                # bytes counts.
+                # The client may have changed a page after it computed the checksum: compare it with the
+                # checksum of the received bytes.
                 arrived = reservation.arrived
                 intact = {at: known for at, known in checksums.items() if arrived.get(at) == known}
                 self._state.counters.torn_pages += len(checksums) - len(intact)
@@ -175,7 +174,7 @@ class Writing:
     ) -> Reservation | None:
         state = self._state
         hold = PageLease()
-        if look:  # a page that is only on disk must not be stored a second time
+        if look:  # a page that is only on disk must be found, so that it is not stored a second time
             hold = view.disk_look(state, view.num_tokens)()
         try:
             with state.lock:
@@ -193,7 +192,7 @@ class Writing:
                 state.leases.release(hold)
 
     def _begin(self, view: PromptView, chunks: range, hints: SaveHints) -> ReservationBuilder:
-        """Start to find or create pages and to give slots to the new ones. Needs the lock."""
+        """Find or create the first pages of a reservation, and give slots to new pages. Needs the lock."""
         state = self._state
         registration = view.registration
         state.identities.setdefault(registration.identity.digest, registration.identity)
@@ -215,7 +214,7 @@ class Writing:
     def _step(self, builder: ReservationBuilder) -> None:
         try:
             builder.step(_AT_ONCE)
-        except BaseException:  # free everything reserved so far
+        except BaseException:  # then free everything reserved so far
             builder.give_up()
             self._abort(builder.reservation)
             raise
@@ -265,7 +264,7 @@ class Writing:
         reservation.ended = True
 
     def _give_up(self, reservation: LocalReservation) -> None:
-        """Free the slots of a reservation when no copy writes to them any more. Needs the lock."""
+        """Free the slots of a reservation as soon as no copy writes to them. Needs the lock."""
         if not reservation.copying:
             self._free(reservation.pages)
 
@@ -275,7 +274,7 @@ class Writing:
         self._state.counters.not_stored_pages += len(pages)
 
     def _work(self, work: Callable[[], R], otherwise: R) -> Transfer[R]:
-        """Run slow work: on the caller's thread, or on one of the core's threads if there are any."""
+        """Run slow work on one of the core's threads, or on the caller's thread if the core has none."""
         if self.core.threads is None:
             return Transfer.completed(work())
         results: list[R] = []
@@ -293,8 +292,8 @@ class Writing:
         return transfer
 
     def end(self) -> list[Transfer[Reservation | None]]:
-        """Take back the reservations of a client that has disconnected. Needs the lock. Return the transfers
-        that wait for other writes; the caller must cancel them and call :meth:`Arrivals.wake` after it has
+        """End the reservations of a client that has disconnected. Needs the lock. Return the transfers that
+        wait for other reservations. The caller must cancel them and call :meth:`Arrivals.wake` after it has
         released the lock."""
         for reservation in list(self.client.reservations.values()):
             self._end(reservation)

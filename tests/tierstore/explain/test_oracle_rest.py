@@ -182,7 +182,7 @@ def test_a_page_that_is_being_saved(make_daemon):
             assert reservation is not None
             explanation = store.explain(tokens)
             assert spans(explanation) == [(R.LATE, 0, len(tokens))]
-            assert explanation.misses[0].why == "it is being saved"
+            assert explanation.misses[0].why == "the page is being saved"
             saver.backend.abort(reservation)
             wait_until(lambda tokens=tokens: store.explain(tokens).misses[0].reason is R.NEVER_SAVED)
 
