@@ -532,11 +532,8 @@ class Misses:
     def _held(self, identity: Identity, prompt: Prompt, *, by_engine: bool) -> int:
         """Return how many leading tokens of a prompt are stored under an identity. With ``by_engine``, the
         engine has made the prompt's keys, and they do not depend on the identity."""
-        try:
-            spec = KVSpec.parse(identity.layout)
-        except SpecError:
-            return 0
-        if by_engine and spec.chunk_tokens != prompt.chunk_tokens:
+        spec = _spec_of(identity)
+        if spec is None or (by_engine and spec.chunk_tokens != prompt.chunk_tokens):
             return 0
         tokens, keys = prompt.token_bytes, prompt.keys
         if not by_engine:
@@ -547,11 +544,8 @@ class Misses:
 
     def _held_by_name(self, identity: Identity, view: HitView, group: NamedGroup, first: int) -> int:
         """Return the end of the last of the stored named pages that follow token ``first`` without a gap."""
-        try:
-            spec = KVSpec.parse(identity.layout)
-        except SpecError:
-            return 0
-        if not spec.hashed or spec.chunk_tokens != view.chunk_tokens:
+        spec = _spec_of(identity)
+        if spec is None or not spec.hashed or spec.chunk_tokens != view.chunk_tokens:
             return 0
         registration = Registration(identity, spec.page_bytes, spec.chunk_tokens)
         group = replace(group, registration=registration)
@@ -647,6 +641,14 @@ def _continuation(page: Page, first: int) -> tuple[int, ...]:
         page = next(reversed(page.children.values()))
         tokens += page.tokens
     return tuple(np.frombuffer(tokens[: CONTEXT_TOKENS * TOKEN_BYTES], TOKEN_DTYPE).tolist())
+
+
+def _spec_of(identity: Identity) -> KVSpec | None:
+    """Return the spec of an identity; None if its layout was not made from one."""
+    try:
+        return KVSpec.parse(identity.layout)
+    except SpecError:
+        return None
 
 
 def _differing(own: Identity, other: Identity) -> tuple[str, ...]:

@@ -1,5 +1,5 @@
 """Sources of pages to save and targets of loaded pages: an engine's pool, a caller's buffers, or any object
-that reads or takes pages."""
+with the methods of :class:`PageSource` or :class:`PageTarget`."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from tierstore.tiers.hbm import PagePool
 
 
 class PageSource(Protocol):
-    """A source of pages to save. Mover threads call it, several at the same time."""
+    """A source of pages to save. Several mover threads call it at the same time."""
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
-        """Copy pages, given as (position, address), to host memory. Return the XXH3-64 of each; None for a
-        page that could not be copied and must not be stored."""
+        """Copy pages, given as (position, address), to host memory. Return the XXH3-64 of each page; None for
+        a page that could not be copied and must not be stored."""
 
     def frames(
         self, positions: Sequence[int], page_bytes: int
     ) -> tuple[list[memoryview], Sequence[int | None]]:
-        """Return pages as frames of a message, and their XXH3-64 as :meth:`copy` does. The frames keep their
-        memory alive. Its content may change after the save has ended."""
+        """Return pages as frames of a message, and the XXH3-64 of each page as :meth:`copy` does. The frames
+        keep their memory alive. The content of that memory may change after the save has ended."""
 
 
 class PageTarget(Protocol):
-    """A target of loads that is neither the pool nor one buffer per page."""
+    """A target of loads other than the pool and buffers."""
 
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
-        """Take pages, given as (position, address), from host memory. Runs on a mover thread and must not
-        raise. All pages have been taken when it returns."""
+        """Read pages, given as (position, address), from host memory. Runs on a mover thread and must not
+        raise. The addresses are invalid after it has returned."""
 
 
 def copied_frames(
     source: PageSource, positions: Sequence[int], page_bytes: int
 ) -> tuple[list[memoryview], Sequence[int | None]]:
-    """Implement :meth:`PageSource.frames` by copying. All pages of a message share one piece of memory, which
-    the allocator can reuse for the next message."""
+    """Implement :meth:`PageSource.frames` with :meth:`PageSource.copy`. All pages of a message are copied to
+    one block of memory, which the allocator can reuse for the next message."""
     memory = np.empty(len(positions) * page_bytes, np.uint8)
     starts = range(0, memory.nbytes, page_bytes)
     address = memory.ctypes.data
@@ -50,8 +50,9 @@ def copied_frames(
 
 class Buffers:
     """A caller's memory, one contiguous buffer of ``page_bytes`` for each page, as the source of a save or
-    the target of a load. The buffers must not move or be reused before the transfer has ended. The
-    constructor raises :class:`UsageError` for buffers of another size or kind."""
+    the target of a load. The buffers must not be moved or reused before the transfer has ended. The
+    constructor raises :class:`UsageError` for buffers of another size, and for objects that are no contiguous
+    buffers."""
 
     def __init__(
         self, buffers: Sequence[memoryview | bytearray | bytes], page_bytes: int, *, writable: bool
@@ -84,12 +85,12 @@ def _bytes_of(position: int, buffer: memoryview | bytearray | bytes) -> memoryvi
 
 
 class HbmPages:
-    """The engine's pool as a source: position ``i`` is the pool page ``hbm_pages[i]``."""
+    """The engine's pool as the source of a save: position ``i`` is the pool page ``hbm_pages[i]``."""
 
     def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
         self.hbm_pages = list(hbm_pages)
         self._pool = pool
-        self._computed = pool.computed()  # taken now: later computation need not be waited for
+        self._computed = pool.computed()  # at this time, so that copies do not wait for later computation
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
         copies = [(self.hbm_pages[position], address) for position, address in pages]

@@ -17,14 +17,14 @@ class IntoBuffers(PartLoad):
 
     def __init__(self, load: Load, part: HitPart, positions: range, buffers: Buffers) -> None:
         super().__init__(load, part, positions)
-        self._buffers = buffers  # keeps them alive: the caller may drop its references
+        self._buffers = buffers  # keeps the buffers alive, because the caller may drop its references
         self._place = _places(part)
 
     def _take_local(self) -> list[HbmCopy]:
         local = []
         for position, page in enumerate(self.part.local[: self.pages]):
             if page.copies[Tier.HBM] is None:
-                break  # the lease has ended, and the page was evicted
+                break  # the lease has ended, and the page was evicted since then
             self.hbm.index.lease(page, Tier.HBM)
             local.append(HbmCopy(position, page))
         return local
@@ -42,7 +42,7 @@ class IntoBuffers(PartLoad):
         self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
     ) -> int:
         found = copying.copy_and_hash(zip(targets, addresses, strict=True), self.page_bytes)
-        return leading_equal(found, checksums)  # pages behind a damaged one do not count as loaded
+        return leading_equal(found, checksums)  # pages after a damaged page do not count as loaded
 
     def _fill_from_hbm(self, targets: Sequence[int], places: Sequence[int]) -> None:
         self.hbm.pool(self.part.group).read_pages(zip(places, targets, strict=True))
@@ -52,8 +52,8 @@ class IntoBuffers(PartLoad):
 
 
 def _places(part: HitPart) -> list[int] | None:
-    """Return the buffer of each page; None if both have the same order. Buffers are in the order of the
-    prompt's chunks, but named pages in HBM come first."""
+    """Return the number of the buffer for each page; None if pages and buffers have the same order. Buffers
+    are in the order of the prompt's chunks, but the part's named pages in HBM come first."""
     if part.leading:
         return None
     order = sorted(range(part.num_pages), key=part.ends.__getitem__)
@@ -91,18 +91,18 @@ class IntoTarget(PartLoad):
 class IntoHbm(PartLoad):
     """A load of one part into the group's page pool. Whole pages become cached copies that the caller shares.
     If the hit ends inside a chained page, that page is copied to a private page, because the caller will
-    write behind the match."""
+    write to the rest of it."""
 
     def __init__(self, load: Load, part: HitPart, positions: range) -> None:
         super().__init__(load, part, positions)
         self._group = part.group
         self._pool = self.hbm.pool(part.group)
         self._hbm_pages = [-1] * self.pages
-        self._reserved: dict[int, int] = {}  # position -> page of the pool
-        self._pages_of: list[Page] = []  # the whole pages
-        self._kept: list[Page] = []  # those held for the caller, so that none leaves the tree
+        self._reserved: dict[int, int] = {}  # page of the pool for each missing page, by position
+        self._pages_of: list[Page] = []  # the part's whole pages
+        self._kept: list[Page] = []  # the pages of these that are held, so that none leaves the tree
         self._moved = 0
-        self._forgets = 0  # hbm.forgetting.times when this load began
+        self._forgets = 0  # value of ``hbm.forgetting.times`` when this load began
 
     def _take_local(self) -> list[HbmCopy]:
         self._forgets = self.hbm.forgetting.times
@@ -127,7 +127,7 @@ class IntoHbm(PartLoad):
         return local
 
     def _share(self, position: int) -> bool:
-        """Share the existing HBM copy, if there is one."""
+        """Use the existing HBM copy of a page. Return False if there is none."""
         page = self._pages_of[position]
         copy = page.copies[Tier.HBM]
         if copy is None or not copy.ready:
@@ -160,13 +160,13 @@ class IntoHbm(PartLoad):
             self._hbm_pages[position] = hbm_page
             self._arrived[position] = True
             self._moved += 1
-            # A page that was perhaps forgotten meanwhile stays private.
+            # A page that may have been forgotten meanwhile stays private.
             if position < len(self._pages_of) and self.hbm.forgetting.times == self._forgets:
                 self._publish(position, hbm_page)
 
     def _publish(self, position: int, hbm_page: int) -> None:
-        """Publish a page that has arrived. If another load has published it meanwhile, share that one. It
-        stays private while something still holds a copy that was lost or forgotten."""
+        """Publish a page that has arrived. If another load has published the page meanwhile, use that copy.
+        The page stays private while something still holds a lost or forgotten copy of it."""
         if not self.hbm.publish(self._pages_of[position], hbm_page) and self._share(position):
             self._pool.free([hbm_page])
 
@@ -174,7 +174,8 @@ class IntoHbm(PartLoad):
         return self._pool.start_writing(list(zip(targets, addresses, strict=True)))
 
     def _in_one_go(self, address: int) -> bool:
-        return self._pool.overlaps and self._pool.reaches(address)  # layer 0 of all pages must arrive first
+        # One copy of the whole batch runs layer by layer: the engine needs layer 0 of all pages first.
+        return self._pool.overlaps and self._pool.reaches(address)
 
     def _came_late(self, pages: int) -> None:
         self._pool.invalidate(
@@ -185,7 +186,7 @@ class IntoHbm(PartLoad):
         self._pool.copy_pages(zip(targets, places, strict=True))
 
     def result(self, kept: Sequence[int]) -> tuple[int, ...]:
-        if isinstance(kept, range):  # leading pages: those before them are not part of this load
+        if isinstance(kept, range):  # leading pages; the pages before the range are not part of this load
             pages = tuple(self._hbm_pages[kept.start : kept.stop])
             left = self._hbm_pages[kept.stop :]
         else:

@@ -1,9 +1,10 @@
-"""Pages of the engine's own pools: which of them the store knows, and who holds them. This is pure
-bookkeeping behind one lock. Nothing here copies or waits.
+"""Bookkeeping of the pages in the engine's own pools: which pages the store knows, and what holds them. All
+of it is behind one lock. Nothing here copies or waits.
 
-Each layer group has a pool, and all pools share one memory (:mod:`tierstore.tiers.two_level`). If a pool has
-too few pages, cached pages of the other pools are evicted until a large page is empty. One index knows the
-cached pages of all pools and has a queue of evictable pages for each.
+Each layer group has a pool, and all pools share one memory (:mod:`tierstore.tiers.two_level`), which is
+divided into large pages. If a pool has too few pages, cached pages of the other pools are evicted until a
+large page is empty. One index has the cached pages of all pools, and a queue of evictable pages for each
+pool.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tierstore.tiers.large_pages import PoolSize
 from tierstore.types import Forgettable
 
 NO_MATCH = Match((), 0, 0)
-_GONE_BYTES = 32 << 20  # pages that have left the tree but may still be referenced
+_GONE_BYTES = 32 << 20  # memory of pages that have left the tree, after which references to them are dropped
 
 _COUNTED_HERE = (
     "lookups",
@@ -50,10 +51,10 @@ _COUNTED_HERE = (
 class HbmTier:
     """The hbm tier of one store (empty without ``pools``), and the store's lock and counters.
 
-    A page is *private* while the engine writes it. :meth:`publish` makes it the copy of a chunk, in place.
-    When nothing holds it any more, it stays cached until its space is needed. Methods and attributes need
-    :attr:`lock`, unless their docstring says that they take it. ``group`` is the number of a layer group,
-    whose pool is ``pools[group]``.
+    A page of a pool is *private* while the engine writes it. :meth:`publish` makes it the HBM copy of a
+    chunk, without moving it. When nothing holds it any more, it stays cached until its space is needed.
+    Callers must hold :attr:`lock` for methods and attributes, unless a docstring says that the method takes
+    the lock. ``group`` is the number of a layer group, whose pool is ``pools[group]``.
     """
 
     def __init__(
@@ -70,19 +71,19 @@ class HbmTier:
         self.leases = Leases(self.index, clock, self.drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
         self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
-        self.identities: dict[bytes, Identity] = {}  # of pages that may be here, by digest
-        self.pending_saves = 0  # pages
+        self.identities: dict[bytes, Identity] = {}  # by digest; of pages that may be in HBM
+        self.pending_saves = 0  # number of pages that saves still have to copy
         self.closed = False
         self._leaving = Leaving([Tier.HBM], self._leave)
         self._pid = os.getpid()
-        self._forgotten_bytes = 0  # the index's count at the last _forget_gone()
+        self._forgotten_bytes = 0  # value of ``index.forgotten_bytes`` at the last _forget_gone()
         if self.pools:
             backend.follow_forgets(self.forgetting.was_forgotten, self.forgetting.limit_age)
 
     @property
     def forked(self) -> bool:
-        """Whether this is the copy in a forked child. A child has none of the threads, and locks may never be
-        released in it. Check this without the lock, before anything takes it."""
+        """Whether this process is a forked child of the process that opened the store. A child has none of
+        the store's threads, and a lock may never be released in it. So check this before taking a lock."""
         return os.getpid() != self._pid
 
     def require_process(self) -> None:
@@ -147,7 +148,7 @@ class HbmTier:
         return True
 
     def _named(self, request: LookupRequest, group: int) -> list[Page | None]:
-        """Return each named page, or None where the index does not know it."""
+        """Return each named page of a request; None for a page that the index does not have."""
         root, child = self.root(request, group), self.index.tree.child
         return [child(root, key, request.chunk(at)) for at, key in enumerate(request.keys)]
 
@@ -159,7 +160,8 @@ class HbmTier:
         *,
         positions: Iterable[int] = (),
     ) -> PageLease:
-        """Lease pages that a lookup has found and note their use. ``positions`` is given for named pages."""
+        """Lease pages that a lookup has found, and record their use. ``positions`` is given for named
+        pages."""
         if not pages:
             return PageLease()
         lease = self.hold(pages, lease_s)
@@ -183,10 +185,10 @@ class HbmTier:
         first: int,
         hints: SaveHints,
     ) -> dict[int, Page]:
-        """Make the pages of ``source`` the HBM copies of chunks ``first …``, or make ``source`` read the
-        copies that already exist. Return the pages by position, each with a lease for the copy. The result is
-        shorter if a page cannot be held: then no page behind it is held either. ``tail_key`` is the key of
-        the partial tail. Takes the lock."""
+        """Make the pages of ``source`` the HBM copies of the chunks from ``first`` on. If a chunk already has
+        a copy, make ``source`` read that copy. Return the pages by position, each with a lease for the save.
+        If a page cannot be held, it and all pages after it are missing in the result. ``tail_key`` is the key
+        of the partial tail. Takes the lock."""
         held: dict[int, Page] = {}
         tracker = HintTracker(self.sessions, hints.hint, hints.session, named=request.named)
         with self.lock, self._released_on_error(held):
@@ -194,7 +196,7 @@ class HbmTier:
             root = page = self.root(request, group)
             for chunk in range(request.saved_from(first), first + len(source.hbm_pages)):
                 if chunk >= len(request.keys) and request.identity.whole_pages:
-                    break  # a lookup could never find it
+                    break  # a lookup could never find the page
                 key = request.keys[chunk] if chunk < len(request.keys) else tail_key
                 assert key is not None, "a prompt with a partial tail has a key for it"
                 if chunk == first:
@@ -212,8 +214,8 @@ class HbmTier:
         return held
 
     def supersede(self, request: LookupRequest, group: int, hints: SaveHints) -> None:
-        """Apply a hint to a request's named pages. Evict those that it marks as superseded as soon as nothing
-        holds them. Takes the lock."""
+        """Apply a hint to a request's named pages. Evict the pages that the hint declares superseded as soon
+        as nothing holds them. Takes the lock."""
         tracker = HintTracker(self.sessions, hints.hint, hints.session, named=True)
         with self.lock:
             self.require_open()
@@ -232,8 +234,7 @@ class HbmTier:
             raise
 
     def _forget_gone(self) -> None:
-        """Drop remaining references to pages that have left the tree, once their memory is worth the
-        effort."""
+        """If pages that have left the tree take enough memory, drop the remaining references to them."""
         if self.index.forgotten_bytes - self._forgotten_bytes > _GONE_BYTES:
             self._forgotten_bytes = self.index.forgotten_bytes
             self.sessions.forget_gone()
@@ -242,15 +243,15 @@ class HbmTier:
     def _publish_or_read(self, page: Page, source: HbmPages, position: int) -> bool:
         if not self.publish(page, source.hbm_pages[position]):
             copy = page.copies[Tier.HBM]
-            if copy is None or not copy.ready:  # lost or forgotten, but still held
+            if copy is None or not copy.ready:  # the copy was lost or forgotten, but something still holds it
                 return False
             source.hbm_pages[position] = copy.place
         self.index.lease(page, Tier.HBM)
         return True
 
     def publish(self, page: Page, hbm_page: int) -> bool:
-        """Make an engine's private HBM page the copy of ``page``, leased to the engine. Return False if the
-        tier already has a copy: then the engine's page stays private."""
+        """Make an engine's private HBM page the copy of ``page``, leased to the engine. Return False if
+        ``page`` already has a copy; then the engine's page stays private."""
         published = self.published[page.pool]
         if hbm_page in published or page.copies[Tier.HBM] is not None:
             return False
@@ -262,9 +263,9 @@ class HbmTier:
     # -- room ----------------------------------------------------------------------------------------
 
     def allocate(self, count: int, group: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """Return ``count`` pages of a group's pool, evicting cached ones if needed; None if there are not
+        """Return ``count`` pages of a group's pool, and evict cached pages if needed; None if there are not
         enough. ``near``: see :meth:`PagePool.allocate <tierstore.tiers.hbm.PagePool.allocate>`."""
-        for _ in self.pools[:2]:  # the second try evicts from other pools: this one has no idle pages then
+        for _ in self.pools[:2]:  # at the second try, this pool has no idle pages, so other pools are emptied
             self.make_room(count, group)
             pages = self.allocate_own(count, group, near=near)
             if pages is not None:
@@ -272,15 +273,15 @@ class HbmTier:
         return None
 
     def allocate_own(self, count: int, group: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """Like :meth:`allocate`, but evict only pages of this pool."""
+        """Do :meth:`allocate`, but evict only pages of this pool."""
         pool = self.pools[group]
         if count > pool.free_pages:
             self.evict(count - pool.free_pages, group)
         return pool.allocate(count, near=near)
 
     def make_room(self, count: int, group: int) -> None:
-        """Make other pools return large pages while one of them has more idle bytes than ``group``, or while
-        ``group`` has fewer than ``count`` pages to offer."""
+        """Make other pools give up large pages while ``group`` has fewer than ``count`` free pages, and
+        either has too few idle pages, too, or another pool has more idle bytes than ``group``."""
         pool, others = self.pools[group], self._sharing(group)
         while others and pool.free_pages < count:
             enough = pool.free_pages + self._idle_pages(group) >= count
@@ -290,16 +291,16 @@ class HbmTier:
                 break
 
     def _sharing(self, group: int) -> list[int]:
-        """Return the other pools in the same memory."""
+        """Return the other pools in the same memory, by number."""
         memory = self.pools[group].large_pages
         return [at for at, pool in enumerate(self.pools) if at != group and pool.large_pages is memory]
 
     def _idle_pages(self, group: int) -> int:
-        """Return how many cached pages of a pool could be evicted, one after the other."""
+        """Return how many cached pages of a pool could be evicted, one after another."""
         cached = self.index.unleased(group)
         if self.pending_saves:
-            # A save holds single pages, and the pages before them cannot be evicted either. (All other leases
-            # cover whole prefixes.)
+            # A save leases single pages, and the pages before a leased page cannot be evicted either. (All
+            # other leases cover whole prefixes.)
             cached -= self._before_held(group)
         return max(cached - self.pools[group].excess, 0)
 
@@ -307,7 +308,7 @@ class HbmTier:
         return self._idle_pages(group) * self.pools[group].spec.page_bytes
 
     def _before_held(self, group: int) -> int:
-        """Return how many cached pages are not held themselves but have a held page behind them."""
+        """Return how many cached pages have no lease but have a leased page behind them."""
         seen: set[Page] = set()
         for page in self.published[group].values():
             if self.index.copy(page, Tier.HBM).leases:
@@ -329,8 +330,8 @@ class HbmTier:
         return available
 
     def has_room(self, counts: Sequence[int]) -> bool:
-        """Return whether :meth:`allocate` could return these numbers of pages for all pools together. Raise
-        :class:`UsageError` unless there is one number for each pool."""
+        """Return whether :meth:`allocate` could return these numbers of pages, one for each pool, all at the
+        same time. Raise :class:`UsageError` if there is not one number for each pool."""
         if len(counts) != len(self.pools):
             raise UsageError(
                 f"counts must have one number for each of the {len(self.pools)} pools, got {len(counts)}"
@@ -346,8 +347,8 @@ class HbmTier:
         return room_for(self.pools, counts, idle, idle_large)
 
     def evict(self, count: int, group: int) -> int:
-        """Evict up to ``count`` cached pages of a pool in the policy's order. Return how many were
-        evicted."""
+        """Evict up to ``count`` cached pages of a pool in the policy's order. Return the number of evicted
+        pages."""
         self.leases.expire()
         self.index.hints.expire(self.clock())
         evicted = 0
@@ -358,8 +359,8 @@ class HbmTier:
         return evicted
 
     def evict_from(self, groups: Iterable[int], count: int | None) -> int:
-        """Call :meth:`evict` for these pools one after the other, up to ``count`` pages (None: all). Takes
-        the lock."""
+        """Do :meth:`evict` for one of these pools after another, up to ``count`` pages in total (None: all).
+        Takes the lock."""
         evicted = 0
         with self.lock:
             for group in groups:
@@ -368,11 +369,13 @@ class HbmTier:
         return evicted
 
     def _empty_any(self, groups: Iterable[int]) -> bool:
-        """Call :meth:`_empty_one` for the pools in order of their idle bytes, until one succeeds."""
+        """Do :meth:`_empty_one` for one pool after another until it succeeds, the pool with the most idle
+        bytes first."""
         return any(self._empty_one(each) for each in sorted(groups, key=self._idle_bytes, reverse=True))
 
     def _empty_one(self, group: int) -> bool:
-        """Evict cached pages of a pool until one of its large pages is empty or returned."""
+        """Evict cached pages of a pool until one of its large pages is empty. Return whether this
+        succeeded."""
         books = self.pools[group].books
         self.leases.expire()
         if not books.emptied_by(self.idle(group)):
@@ -389,7 +392,7 @@ class HbmTier:
         return [place for place, copy in copies if copy is not None and not copy.leases]
 
     def drop(self, page: Page) -> None:
-        """Evict a cached page that may leave, and damaged pages that it kept."""
+        """Evict a cached page that may leave, and damaged ancestors that only this page has kept."""
         leaving: Page | None = page
         while leaving is not None:
             above = leaving.parent
@@ -403,8 +406,8 @@ class HbmTier:
         self.counters.evicted_pages[tier.label] += 1
 
     def lose(self, hbm_pages: Iterable[int], group: int) -> None:
-        """Stop to serve pages whose content is lost. Each is dropped when nothing holds it any more. Takes
-        the lock."""
+        """Stop serving pages whose content is lost. Each page is dropped when nothing holds it any more.
+        Takes the lock."""
         with self.lock:
             for hbm_page in hbm_pages:
                 page = self.published[group].get(hbm_page)
@@ -413,7 +416,7 @@ class HbmTier:
                     self.drop_damaged(page, Tier.HBM)
 
     def drop_damaged(self, page: Page, tier: Tier) -> None:
-        """Drop a damaged copy if nothing holds it. Needs the lock."""
+        """Drop a damaged copy if nothing holds it."""
         if self._damaged_and_idle(page):
             self.drop(page)
 
@@ -422,7 +425,7 @@ class HbmTier:
         return copy is not None and copy.damaged and not copy.leases and not copy.children
 
     def release(self, hbm_pages: Iterable[int], group: int) -> None:
-        """Release pages of an engine: published ones stay cached, private ones become free."""
+        """Release pages that an engine holds: published pages stay cached, private pages become free."""
         pool, published = self.pools[group], self.published[group]
         for hbm_page in hbm_pages:
             page = published.get(hbm_page)
@@ -434,7 +437,7 @@ class HbmTier:
         self.shrink()
 
     def release_copy(self, page: Page) -> None:
-        """Release a hold that is not part of a lookup's lease."""
+        """Release a lease on a page that is not part of a lookup's lease."""
         self.leases.release_copy(page, Tier.HBM)
         self._leaving.leave()
         self.shrink()
@@ -458,20 +461,20 @@ class HbmTier:
                 pass
 
     def wait_saved(self, timeout: float | None) -> bool:
-        """Wait until no save is running. Return False after ``timeout`` seconds. Takes the lock."""
+        """Wait until no save is running. Return False if ``timeout`` seconds pass first. Takes the lock."""
         with self.lock:
             return self.changed.wait_for(lambda: not self.pending_saves, timeout)
 
     def declined(self, tokens: Mapping[str, int]) -> None:
-        """Count tokens that were found and not loaded, by tier and reason. Takes the lock."""
+        """Count tokens that were found but not loaded, by tier and reason. Takes the lock."""
         with self.lock:
             self.counters.decline(tokens)
 
     # -- seeing --------------------------------------------------------------------------------------
 
     def stats_over(self, below: StoreStats, *, failed_tasks: int) -> StoreStats:
-        """Return a snapshot of a store. HBM and requests to the store are counted here, everything below HBM
-        by the backend. Takes the lock."""
+        """Return a snapshot of a store. This object counts HBM and the requests to the store; the backend
+        counts everything below HBM. Takes the lock."""
         with self.lock:
             own = asdict(self.counters)
             tiers = self.tier_stats()
@@ -520,18 +523,18 @@ class HbmTier:
 
 
 class PoolForgetting:
-    """Forgets pages of the pools: on request, with the backend, and when they are too old."""
+    """Forgets pages of the pools: on request, when the backend forgets them, and when they are too old."""
 
     def __init__(self, hbm: HbmTier) -> None:
         self._hbm = hbm
         # Guarded by the tier's lock.
         self.ages = Ages(hbm.index.tree, math.inf, hbm.clock)
-        self.times = 0  # how often pages were forgotten
-        self.pages = 0  # number of these pages
+        self.times = 0  # how many times pages were forgotten
+        self.pages = 0  # how many pages were forgotten
 
     def forget(self, what: Forgettable) -> None:
-        """Stop serving the pages of all pools that ``what`` covers, and count them. Each page is dropped when
-        its last holder releases it. Takes the lock."""
+        """Stop serving the pages of all pools that ``what`` covers. Each page is dropped when its last holder
+        releases it. Takes the lock."""
         hbm = self._hbm
         with hbm.lock:
             if what.session is not None:
@@ -557,7 +560,7 @@ class PoolForgetting:
             self._forget(list(chosen))
 
     def limit_age(self, most_s: float) -> None:
-        """Stop serving each page ``most_s`` seconds after it came into a pool. Takes the lock."""
+        """Stop serving each page ``most_s`` seconds after it entered a pool. Takes the lock."""
         hbm = self._hbm
         with hbm.lock:
             if most_s != self.ages.most_s:
@@ -573,7 +576,7 @@ class PoolForgetting:
             self._forget(sorted(old, key=lambda page: page.depth))
 
     def _forget(self, pages: Sequence[Page]) -> None:
-        """Stop serving these pages, each after its parent."""
+        """Stop serving these pages. In ``pages``, each page comes after its parent."""
         hbm = self._hbm
         self.times += 1
         for page in reversed(pages):

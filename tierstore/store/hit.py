@@ -1,5 +1,4 @@
-"""The result of a lookup: the pages that a hit needs of each layer group, their tiers, and a lease on
-them."""
+"""The result of a lookup: the pages of each layer group that a hit needs, their tiers, and leases on them."""
 
 from __future__ import annotations
 
@@ -25,8 +24,9 @@ from tierstore.transfer import Transfer, TransferState, joined
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a part's pages come from: the engine's HBM under ``hbm_lease``, and the backend under ``lease``
-    (None: no page is there). An expired lease is requested again, for at most ``patience_s`` seconds."""
+    """Where a part's pages are: in the engine's HBM under ``hbm_lease``, and in the backend under ``lease``
+    (None: the backend has none of them). If a lease has expired, a new one is requested, for at most
+    ``patience_s`` seconds."""
 
     hbm: HbmTier
     backend: Backend
@@ -37,12 +37,11 @@ class Source:
 
 
 class HitPart(ABC):
-    """The pages of one layer group that a hit needs, at positions 0, 1, …. The leading ones are in the
-    engine's HBM, the others in the backend. They stay where they are until :meth:`release` or the end of the
-    leases."""
+    """The pages of one layer group that a hit needs, at positions 0, 1, …. The first ones are in the engine's
+    HBM, the remaining ones in the backend. They stay there until :meth:`release` or the end of the leases."""
 
     leading: ClassVar[bool] = True
-    """Whether the pages follow one another. Then the number of leading pages decides the hit's length."""
+    """Whether the pages form a prefix. If so, the number of leading pages limits the length of the hit."""
     of_caller: ClassVar[bool] = False
     """Whether the caller has named the pages."""
 
@@ -67,19 +66,20 @@ class HitPart(ABC):
         """The rule that says which pages a hit needs."""
         self.tokens = tokens
         self.local = tuple(local)
-        """The leading pages that are in HBM, under this process's own lease."""
+        """The leading pages that are in HBM, under a lease of this process."""
         self.leased_from = leased_from
-        """The first page that the backend's lease covers."""
+        """The position of the first page that the backend's lease covers."""
         self.positions: Sequence[int] = ()
-        """For named pages: the positions of the part's pages among the requested ones, those in HBM first."""
+        """For named pages: the positions of the part's pages among the requested pages. Pages in HBM come
+        first."""
 
-    # -- by the kind of its pages ----------------------------------------------------------------------
+    # -- different for each kind of pages --------------------------------------------------------------
 
     @property
     @abstractmethod
     def request(self) -> LookupRequest:
-        """The request for the found pages. Made on demand, because most hits are loaded or released without
-        it."""
+        """The request for the found pages. It is made on demand, because most hits are loaded or released
+        without it."""
 
     @abstractmethod
     def _below(self) -> LookupRequest | None:
@@ -87,53 +87,53 @@ class HitPart(ABC):
 
     @abstractmethod
     def to_tell(self) -> tuple[LookupRequest, int] | None:
-        """Return a request whose use a daemon cannot notice in its own lookups, and its first used chunk.
-        None if the daemon knows already."""
+        """Return a request for pages whose use the daemon does not see in its own lookups, and the first used
+        chunk of that request. None if the daemon has seen the use."""
 
     def _covers(self, lease: Lease) -> bool:
-        """Return whether a renewed lease covers pages at the same places."""
+        """Return whether a renewed lease covers the same pages at the same positions."""
         return True
 
     @property
     def ends(self) -> Sequence[int]:
-        """Where in the prompt each page ends."""
+        """The position in the prompt at which each page ends, in tokens."""
         return self.rule.ends(self.tokens, self.chunk_tokens)
 
     @property
     def chunks(self) -> Sequence[int]:
-        """The first chunk of the prompt for which a hit needs each page."""
+        """The first chunk of the prompt for which a hit needs the page, for each page."""
         return [self.rule.chunk_of(end, self.chunk_tokens) for end in self.ends]
 
     def fetched(self, first: int, stop: int, *, last: bool) -> range | None:
-        """Return the pages that a load of chunks ``first … stop`` brings; None for none. ``last``: it is the
-        last load of the hit."""
+        """Return the positions of the pages that a load of chunks ``first`` to ``stop - 1`` loads; None if it
+        loads none. ``last`` says that it is the last load of the hit."""
         return range(first, stop)
 
     def kept(self, length: int, first: int) -> tuple[int, Sequence[int]]:
-        """Return which pages a load of chunks from ``first`` on keeps for a hit of ``length`` tokens: the
-        chunk of its first page, and the positions."""
+        """Return the pages that a load of chunks from ``first`` on keeps for a hit of ``length`` tokens: the
+        chunk of the first such page, and the positions of all such pages."""
         return first, range(first, max(-(-length // self.chunk_tokens), first))
 
     def supports(self, above: int, tokens: int) -> int:
-        """Return how many of the hit's ``tokens`` can be loaded from tiers above the disk, if the first
-        ``above`` tokens of this part can."""
+        """Return how many of the hit's ``tokens`` can be loaded without the disk, if the first ``above``
+        tokens of this part can."""
         return min(above, tokens)
 
-    # -- of all kinds ----------------------------------------------------------------------------------
+    # -- common to all kinds ---------------------------------------------------------------------------
 
     @property
     def num_pages(self) -> int:
-        """The number of pages, including the one that the hit ends inside."""
+        """The number of pages, including a partly used last page."""
         return -(-self.tokens // self.chunk_tokens)
 
     def shorten(self, tokens: int) -> None:
-        """Shorten the part to the first ``tokens`` tokens of a prompt. The lease does not change."""
+        """Shorten the part to the first ``tokens`` tokens of the prompt. The lease does not change."""
         if tokens < self.tokens:
             self.tokens = tokens
             self.local = self.local[: self.num_pages]
 
     def by_tier(self) -> dict[str, int]:
-        """Return its tokens by tier, fastest first."""
+        """Return the part's tokens by tier, fastest tier first."""
         lease = self._lease
         if lease is not None and len(lease.runs) == 1 and not self.local:  # the usual case
             return {lease.runs[0][0]: self.tokens} if self.tokens else {}
@@ -143,7 +143,7 @@ class HitPart(ABC):
         return {tier: count for tier, count in counts.items() if count}
 
     def by_runs(self) -> list[tuple[str, int]]:
-        """Return its tokens by tier, run by run along the pages."""
+        """Return the part's tokens by tier, for each run of pages in one tier."""
         lease = self._lease
         local = len(self.local)
         runs = [(Tier.HBM.label, min(local * self.chunk_tokens, self.tokens))] if local else []
@@ -157,7 +157,7 @@ class HitPart(ABC):
         return runs
 
     def page_runs(self) -> list[tuple[str, int]]:
-        """Return its pages by tier, run by run along the pages."""
+        """Return the part's pages by tier, for each run of pages in one tier."""
         left, found = self.num_pages, []
         for tier, tokens in self.by_runs():
             pages = min(-(-tokens // self.chunk_tokens), left)
@@ -166,8 +166,8 @@ class HitPart(ABC):
         return found
 
     def with_lease(self, then: Callable[[Lease | None], None]) -> None:
-        """Call ``then`` with the backend's lease, with a new lease if that has expired, or with None if there
-        is none."""
+        """Call ``then`` with the backend's lease, or with a new lease if that has expired; with None if there
+        is neither."""
         lease = self._lease
         if lease is not None and self.backend.holds(lease):
             then(lease)
@@ -192,16 +192,16 @@ class HitPart(ABC):
 
     def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
         """Load pages from disk into host memory, in order, and hold them there. The result is the number of
-        leading tokens that are above the disk then. Pages before ``first`` are not loaded and count as
-        present."""
+        leading tokens that are not only on disk then. Pages before ``first`` are not loaded and count as not
+        only on disk."""
         above = self.tokens - self.by_tier().get(Tier.DISK.label, 0)
-
-        def settle(_: TransferState) -> int:
-            return above
-
         nbytes = self.num_pages * self.page_bytes
         transfer = Transfer(
-            settle, pages=self.num_pages, nbytes=nbytes, deadline_s=deadline_s, clock=self._hbm.clock
+            lambda _: above,
+            pages=self.num_pages,
+            nbytes=nbytes,
+            deadline_s=deadline_s,
+            clock=self._hbm.clock,
         )
 
         def ask(lease: Lease | None) -> None:
@@ -236,7 +236,7 @@ class HitPart(ABC):
         return transfer
 
     def release(self) -> None:
-        """Release the leases. Idempotent."""
+        """Release the leases. Repeated calls do nothing."""
         with self._hbm.lock:
             self._hbm.leases.release(self._hbm_lease)
             lease, self._lease = self._lease, None
@@ -245,8 +245,8 @@ class HitPart(ABC):
 
 
 class ChainPart(HitPart):
-    """The leading pages of a prompt. ``lease`` covers them from the first page on, including those that
-    ``match`` found in HBM."""
+    """The leading pages of a prompt. The backend's lease covers them from the first page on, including the
+    pages that ``match`` found in HBM."""
 
     def __init__(self, source: Source, request: LookupRequest, match: Match) -> None:
         below = source.lease.tokens if source.lease is not None else 0
@@ -270,8 +270,8 @@ class ChainPart(HitPart):
 
 
 class NamedHitPart(HitPart):
-    """Pages that the caller has named. ``here`` has those in HBM, by position. The lease covers some of
-    ``asked``."""
+    """Pages that the caller has named. ``here`` has the pages in HBM, by position. The backend's lease covers
+    some of the positions ``asked``."""
 
     of_caller = True
 
@@ -302,7 +302,7 @@ class NamedHitPart(HitPart):
         return self._request.part(below) if below else None
 
     def _covers(self, lease: Lease) -> bool:
-        # If some pages were evicted, the others have moved to other positions.
+        # If it covers fewer, some pages were evicted, and the remaining ones are at other positions.
         return lease.tokens >= self.tokens - self.leased_from * self.chunk_tokens
 
     def to_tell(self) -> tuple[LookupRequest, int] | None:
@@ -310,7 +310,8 @@ class NamedHitPart(HitPart):
 
 
 class RulePart(NamedHitPart):
-    """Named pages that a group's rule needs. Each ends at one of ``asked_ends`` in the prompt."""
+    """Named pages that a group's rule needs. ``asked_ends`` has the end in the prompt of each page in
+    ``asked``."""
 
     leading = of_caller = False
 
@@ -341,7 +342,7 @@ class RulePart(NamedHitPart):
         return (ends[kept[0]] - 1) // chunk_tokens if kept else first, kept
 
     def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
-        return super().prefetch(deadline_s=deadline_s)  # all pages: they serve the end of the hit
+        return super().prefetch(deadline_s=deadline_s)  # all pages, because the end of the hit needs them
 
     def supports(self, above: int, tokens: int) -> int:
         if above >= self.tokens:
@@ -351,8 +352,8 @@ class RulePart(NamedHitPart):
 
 @dataclass(frozen=True, slots=True)
 class RemotePages:
-    """Pages of one layer group that other hosts probably have: chunks ``first …`` of a request. They end at
-    the tokens ``remote_ends``."""
+    """Pages of one layer group that other hosts probably have: the chunks of a request from ``first`` on.
+    They end at the tokens ``remote_ends``."""
 
     backend: Backend
     request: LookupRequest
@@ -361,7 +362,7 @@ class RemotePages:
     remote_ends: Sequence[int]
 
     def fetch_remote(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
-        """Fetch the pages that a hit of ``tokens`` tokens (None: of any length) needs."""
+        """Fetch the pages that a hit of ``tokens`` tokens needs (None: all pages)."""
         count = sum(tokens is None or end <= tokens for end in self.remote_ends)
         if not count:
             return Transfer.completed(0)
@@ -369,15 +370,16 @@ class RemotePages:
 
 
 class Hit:
-    """``tokens`` leading tokens of a prompt can be loaded, because all layer groups support a hit of that
-    length (:mod:`tierstore.groups`). ``parts`` are the pages that the hit needs of each group; a group
+    """``tokens`` leading tokens of a prompt that can be loaded, because all layer groups support a hit of
+    that length (:mod:`tierstore.groups`). ``parts`` are the pages of each group that the hit needs; a group
     without needed pages has no part. The pages stay where they are until :meth:`release`, the end of the
-    load, or the end of the leases. A later load returns the pages that are still there.
+    load, or the end of the leases. A load after the end of the leases returns the pages that are still
+    stored.
 
-    ``branch`` is the length that the groups with chained pages have in common: at least ``tokens``.
-    ``by_tier`` counts tokens by tier, fastest first. A token counts for the slowest tier that held one of its
-    needed pages at the lookup. With the pages in ``others``, which other hosts probably have, the hit would
-    be ``remote_tokens`` longer.
+    ``branch`` is the length of the prefix that all groups with chained pages have, at least ``tokens``.
+    ``by_tier`` counts tokens by tier, fastest tier first. A token counts for the slowest tier that had one of
+    its needed pages at the lookup. Other hosts probably have the pages in ``others``, with which the hit
+    would be ``remote_tokens`` longer.
     """
 
     def __init__(
@@ -404,14 +406,14 @@ class Hit:
 
     @property
     def simple(self) -> bool:
-        """Whether the hit has one part, whose pages follow one another."""
+        """Whether the hit has one part, whose pages form a prefix."""
         return len(self.parts) == 1 and self.parts[0].leading
 
     def __repr__(self) -> str:
         return f"Hit({self.tokens} tokens, {self.by_tier})"
 
     def _slowest(self) -> npt.NDArray[np.uint8]:
-        """Return the slowest tier of the needed pages of each chunk."""
+        """Return the rank of the slowest tier of the pages that each chunk needs."""
         slowest = np.zeros(self.num_pages, np.uint8)
         for part in self.parts:
             start, chunks = 0, np.asarray(part.chunks, np.int64)
@@ -434,12 +436,12 @@ class Hit:
 
     @property
     def num_pages(self) -> int:
-        """The number of chunks of the hit, including the one that it ends inside."""
+        """The number of chunks of the hit, including a partly used last chunk."""
         return -(-self.tokens // self.chunk_tokens)
 
     def chunks(self, group: int) -> range:
-        """Return the chunks whose pages a load brings of a group. A load into buffers needs one buffer for
-        each."""
+        """Return the chunks whose pages a load of the hit loads for a group. A load into buffers needs one
+        buffer for each of these chunks."""
         for part in self.parts:
             if part.group == group:
                 return part.rule.pages(self.tokens, self.chunk_tokens)
@@ -447,7 +449,7 @@ class Hit:
 
     @property
     def hbm_pages(self) -> int:
-        """The number of whole leading pages of group 0 in HBM. The tiers of other groups do not matter."""
+        """The number of whole leading pages of group 0 in HBM. Other groups' pages may be in other tiers."""
         first = self.parts[0] if self.parts else None
         if first is None or first.group or not first.leading:
             return 0
@@ -455,37 +457,37 @@ class Hit:
         in_hbm = runs[0][1] if runs and runs[0][0] == Tier.HBM.label else 0
         return min(in_hbm, self.tokens // self.chunk_tokens)
 
-    # For pages that the caller has named (`Prompt.named_pages`), and for pages of one group:
+    # For hits of pages that the caller has named (`Prompt.named_pages`), and for hits of one group:
 
     @property
     def positions(self) -> Sequence[int]:
-        """For pages that the caller has named: the positions of the hit's pages among the requested ones,
-        those in HBM first. Empty for a prompt's prefix."""
+        """For pages that the caller has named: the positions of the hit's pages among the requested pages;
+        pages in HBM come first. Empty for a prompt's prefix."""
         return self.parts[0].positions if self.simple else ()
 
     @property
     def remote_positions(self) -> Sequence[int]:
-        """Likewise, the positions of pages that are not held here but probably on other hosts. See
-        :meth:`fetch_remote`."""
+        """For pages that the caller has named: the positions of pages that this host does not have, but other
+        hosts probably have. See :meth:`fetch_remote`."""
         if not self.simple or not self.parts[0].of_caller:
             return ()
         return [end // self.chunk_tokens - 1 for other in self.others for end in other.remote_ends]
 
     @property
     def whole_chunks(self) -> Sequence[int]:
-        """The whole chunks of the request that the hit has, in order. For a prompt these are the leading
-        ones."""
+        """The whole chunks of the request that the hit has, in order. For a prompt, these are the leading
+        chunks."""
         return sorted(self.positions) or range(self.tokens // self.chunk_tokens)
 
     @property
     def request(self) -> LookupRequest:
-        """The request for the found part of a prompt, for a hit with one part."""
+        """The request for the found part of the prompt. Only hits with one part have it."""
         if len(self.parts) != 1:
             raise UsageError(f"a hit over {len(self.parts)} layer groups has no single request")
         return self.parts[0].request
 
     def by_runs(self) -> list[tuple[str, int]]:
-        """Return the hit's tokens by tier, run by run along the prompt."""
+        """Return the hit's tokens by tier, for each run of tokens in one tier."""
         if self.simple:
             return self.parts[0].by_runs()
         runs, start = [], 0
@@ -499,8 +501,8 @@ class Hit:
 
     def prefetch(self, *, first: int = 0, deadline_s: float | None = None) -> Transfer[int]:
         """Load pages from disk into host memory, in prefix order, and hold them there. The result is the
-        number of leading tokens that are above the disk then, or at the deadline. Pages before ``first`` are
-        not loaded and count as present."""
+        number of leading tokens that are not only on disk then, or at the deadline. Pages before ``first``
+        are not loaded and count as not only on disk."""
         self._hbm.require_process()
         deadline_s = optional_seconds("deadline_s", deadline_s)
         if self.simple:
@@ -520,22 +522,22 @@ class Hit:
         )
 
     def fetch_remote(self, deadline_s: float, *, tokens: int | None = None) -> Transfer[int]:
-        """Fetch the missing pages that other hosts probably have, up to ``tokens`` of the prompt (None: all),
-        at any cost (see :meth:`Store.fetch_remote <tierstore.Store.fetch_remote>`). The hit may have been
-        released."""
+        """Fetch the missing pages that other hosts probably have, up to ``tokens`` tokens of the prompt
+        (None: all), even if computing them is faster (see :meth:`Store.fetch_remote
+        <tierstore.Store.fetch_remote>`). The hit may have been released."""
         if len(self.others) == 1:
             return self.others[0].fetch_remote(deadline_s, tokens=tokens)
         fetched = [part.fetch_remote(deadline_s, tokens=tokens) for part in self.others]
 
         def settle(_: TransferState) -> int:
             for transfer in fetched:
-                transfer.cancel()  # ends those that are still running
+                transfer.cancel()  # has no effect on transfers that have ended
             return sum(transfer.wait() for transfer in fetched)
 
         return joined(fetched, settle, deadline_s=deadline_s, clock=self._hbm.clock)
 
     def release(self) -> None:
-        """Release the leases. Idempotent."""
+        """Release the leases. Repeated calls do nothing."""
         if self._hbm.forked:
             return  # the leases belong to another process
         for part in self.parts:

@@ -1,23 +1,26 @@
-"""Loads. The leading pages of a hit are in HBM already, the others come from the backend.
+"""Loads of a hit's pages into an engine's pools or a caller's memory.
 
 A :class:`Load` is one transfer over the parts of a hit, one part for each layer group. A :class:`PartLoad`
-loads one part. At the deadline, the pages that have arrived decide the length of the hit, by the same rule as
-in a lookup (:mod:`tierstore.groups`). So a late group shortens the hit, and pages of different lengths are
-never mixed. Pages that the shorter hit does not need are released.
+loads one part. Its leading pages may be in HBM already; the backend provides the remaining pages. At the
+deadline, the pages that have arrived decide the length of the hit, by the rule that lookups use
+(:mod:`tierstore.groups`). So a late group shortens the hit, and all groups have pages for the same length.
+Pages that the shorter hit does not need are released.
 
-A load asks the backend for the places of pages in batches: thousands of pages that are in host memory, or a
-few MiB of pages on disk. While a batch is copied, it asks for the next ones. Copies are tasks of the mover.
+A load asks the backend for the addresses of pages in batches: up to thousands of pages in host memory, or
+several MiB of pages on disk. While a batch is copied, the load requests the next ones. Copies are tasks of
+the mover.
 
 If the pool's device can read the host memory, the device copies all pages of a batch together, layer by
-layer. The load ends when these copies have begun: the engine has the pages then, and its work is ordered
-behind the copies. So the lease on the source has to last until the copies have ended. If it expires at some
-time, it is renewed when half of its remaining time has passed.
+layer. The load ends when these copies have begun: the engine may use the pages then, because the device runs
+the engine's work after the copies. So the lease on the source has to last until the copies have ended. A
+lease that expires is renewed when half of its remaining time has passed.
 
-A load may cover only chunks ``first … stop`` of a hit, while an engine computes the others. It reports its
-measurements, the bytes and seconds of each tier, to the planner.
+A load may cover only the chunks ``first`` to ``stop - 1`` of a hit, while an engine computes the other
+chunks. It reports its measurements, the bytes and seconds of each tier, to the planner.
 
-If a page is missing, the part is *cut* there, because later pages are useless without it. Copied bytes count
-only if the lease on their source was still valid after the copy: otherwise the place may have been reused.
+If a page is missing, the load of the part is *cut* before that page, because later pages are useless without
+it. Copied bytes count only if the lease on their source was still valid after the copy. Otherwise, the source
+may have been reused during the copy.
 """
 
 from __future__ import annotations
@@ -41,18 +44,18 @@ from tierstore.tiers.hbm import PendingCopy
 from tierstore.transfer import Transfer, TransferState
 from tierstore.types import GroupPages, Loaded
 
-_COPY_BYTES = 4 << 20  # one task of the mover
-_BATCHES = 4  # requested at the same time
-_WAIT_S = 5.0  # for a batch, without a deadline
-_LATE = 0.9  # share of a batch's time limit; a batch that takes longer is measured as slow
+_COPY_BYTES = 4 << 20  # size of one task of the mover
+_BATCHES = 4  # most batches that are requested or copied at the same time
+_WAIT_S = 5.0  # longest wait for a batch if the load has no deadline
+_LATE = 0.9  # a batch without pages after this share of its time limit is measured as slow
 LEAST_S = 5.0
-"""Remaining time that a lease needs for copies in the background. Copying all pages that fit a device takes a
-few seconds."""
+"""Remaining seconds that a lease needs if copies continue in the background. Copying all pages that fit a
+device takes several seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class HbmCopy:
-    """A page to copy out of HBM, under a lease of this load."""
+    """A page to copy out of HBM. The load has a lease on it."""
 
     position: int
     page: Page
@@ -60,19 +63,19 @@ class HbmCopy:
 
 @dataclass(slots=True, eq=False)
 class _LoadBatch:
-    """Located pages, until the last of them has been copied."""
+    """Pages whose addresses are known, until the last of them has been copied."""
 
-    located: Located | None  # None after the copies: tasks live longer and would keep the memory
-    in_one_go: bool
+    located: Located | None  # None after the copies, because tasks live longer and would keep the memory
+    in_one_go: bool  # whether the device copies the whole batch
     began: float
-    measured_bytes: int  # 0 if the time of the copies says nothing about a tier
+    measured_bytes: int  # 0 if the copies do not measure a tier
     tasks: int = field(default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Pages ``first … stop`` of a hit (None: to its end). ``keeps_hit``: the load does not release the hit,
-    because other loads follow."""
+    """The chunks ``first`` to ``stop - 1`` of a hit (``stop`` is None: to the hit's end). With ``keeps_hit``,
+    the load does not release the hit, because other loads of it follow."""
 
     first: int = 0
     stop: int | None = None
@@ -81,7 +84,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Lower:
-    """The parts of a store that a load uses."""
+    """The objects below a store that its loads use."""
 
     hbm: HbmTier
     backend: Backend
@@ -93,8 +96,8 @@ class Lower:
 
 
 class Load:
-    """A load of chunks ``first … stop`` of a hit. The load that reaches the hit's end also loads the named
-    pages that the hit needs. The store's lock guards the mutable state."""
+    """A load of the chunks ``first`` to ``stop - 1`` of a hit. The load that reaches the hit's end also loads
+    the named pages that the hit needs. The store's lock guards the mutable state."""
 
     def __init__(
         self,
@@ -104,17 +107,15 @@ class Load:
         chunks: Range,
         into: Callable[[Load, HitPart, range], PartLoad],
     ) -> None:
-        """``into`` makes the load of one part for the given positions."""
+        """``into`` returns the load of one part, for the given positions."""
         self.lower = lower
         self.hbm = lower.hbm
         self.hit = hit
         self.first = chunks.first
-        # The length of these hits is a number of pages: pages that the caller has named, or pages of one
-        # group.
         self.stop = hit.num_pages if chunks.stop is None else chunks.stop
         self._keeps_hit = chunks.keeps_hit
         self._ends = self.stop == hit.num_pages
-        self._under_way = 1  # requests, tasks, and start() itself
+        self._under_way = 1  # number of running requests, tasks, and calls of start()
         self.parts: list[PartLoad] = []
         for part in hit.parts:
             positions = part.fetched(self.first, self.stop, last=self._ends)
@@ -130,7 +131,7 @@ class Load:
 
     def start(self) -> Transfer[Loaded]:
         parts = self.parts
-        with self.hbm.lock:  # for all parts first: the load may end as soon as one of them asks for pages
+        with self.hbm.lock:  # begin all parts first: the load may end as soon as one part requests pages
             for part in parts:
                 part.begin()
         for part in parts:
@@ -139,11 +140,11 @@ class Load:
         return self.transfer
 
     def begun(self, steps: int) -> None:
-        """Count started requests or tasks. Needs the lock."""
+        """Add requests or tasks that start now. Needs the lock."""
         self._under_way += steps
 
     def step_done(self) -> None:
-        """Count one request or task that has ended, and finish the load after the last one. Takes the
+        """Subtract one request or task that has ended, and finish the load after the last one. Takes the
         lock."""
         with self.hbm.lock:
             self._under_way -= 1
@@ -158,7 +159,7 @@ class Load:
         with self.hbm.lock:
             for part in self.parts:
                 part.closed = True
-            # Running copies may still write to memory that goes back to the caller now.
+            # Running copies may still write to memory that the caller may reuse from now on.
             self.hbm.changed.wait_for(lambda: not any(part.copying for part in self.parts))
             length = 0 if state is TransferState.CANCELLED else self._length(wanted)
             self.hbm.counters.loads_cut_short += length < wanted
@@ -171,12 +172,12 @@ class Load:
             self.lower.backend.declined(late)
         if not self._keeps_hit:
             self.hit.release()
-        self.parts = []  # breaks a reference cycle, so that no garbage collection is needed
+        self.parts = []  # break a reference cycle, so that no garbage collection is needed
         return loaded
 
     def _length(self, wanted: int) -> int:
-        """Return the longest hit that all groups support with the pages that have arrived. Others load or
-        compute the chunks before the first."""
+        """Return the longest hit that all groups support with the pages that have arrived. The chunks before
+        ``first`` count as present: they are loaded or computed by others."""
         chunk_tokens = self.hit.chunk_tokens
         front = min(self.first * chunk_tokens, self.hit.tokens)
         if len(self.parts) == 1 and self.parts[0].part.leading:
@@ -188,7 +189,7 @@ class Load:
         return max(longest_of_pages(list(held.values()), wanted, chunk_tokens), front) if held else front
 
     def _loaded(self, length: int) -> Loaded:
-        """Return the result for a hit of ``length`` tokens and release all other pages. Needs the lock."""
+        """Return the result for a hit of ``length`` tokens, and release all other pages. Needs the lock."""
         groups = [GroupPages(self.first)] * len(self.lower.groups)
         moved = 0
         for part in self.parts:
@@ -206,7 +207,8 @@ class Load:
 
 
 class PartLoad(ABC):
-    """A load of pages ``first … pages`` of a hit's part. Subclasses decide where the pages go."""
+    """A load of the pages ``first`` to ``pages - 1`` of a hit's part. Subclasses decide where the pages
+    go."""
 
     def __init__(self, load: Load, part: HitPart, positions: range) -> None:
         self.load = load
@@ -219,51 +221,53 @@ class PartLoad(ABC):
         self.pages = max(positions.stop, positions.start)
         self.page_bytes = part.page_bytes
         self._leased_from = part.leased_from
-        self.closed = False  # settled: no page that arrives later is handed out
-        self._arrived = [position < self.first for position in range(self.pages)]  # those are not wanted
+        self.closed = False  # if true, pages that arrive are not handed out any more
+        self._arrived = [position < self.first for position in range(self.pages)]  # or unwanted
         self._cut = self.pages
         self.copying = 0
-        self._asked = 0  # batches that were requested and not located yet
-        self._asked_of_disk = 0  # … those of them on disk
+        self._asked = 0  # batches that are requested but not located yet
+        self._asked_of_disk = 0  # number of these batches that are on disk
         self._batches = 0  # batches that are being copied
-        self._next = 0  # the first page not requested yet
-        self._wanted: list[bool] = []  # from the backend
-        self._missing: list[tuple[int, int]] = []  # (first, count): requested, but there was no room
+        self._next = 0  # the first page that is not requested yet
+        self._wanted: list[bool] = []  # whether the backend has to provide the page, by position
+        self._missing: list[tuple[int, int]] = []  # (first, count) of pages that found no room when requested
         self._local: list[HbmCopy] = []
-        self._here = 0  # pages that need no copy
+        self._here = 0  # number of pages that need no copy
         self._lease: Lease | None = None
-        self._answers: set[Transfer[Located | None]] = set()  # requests without an answer yet
+        self._answers: set[Transfer[Located | None]] = set()  # running requests
 
-    # -- decided by a destination -----------------------------------------------------------------------
+    # -- implemented for each destination --------------------------------------------------------------
 
     @abstractmethod
     def _take_local(self) -> list[HbmCopy]:
-        """Record the pages that need no copy, and lease those that are copied within this process. Needs the
-        lock, as the two methods below."""
+        """Record the pages that need no copy. Lease and return the pages to copy out of HBM. Needs the
+        lock."""
 
     @abstractmethod
     def _targets(self, first: int, count: int) -> Sequence[int]:
-        """Return the targets of the leading pages among ``first … first + count``."""
+        """Return the targets of the ``count`` pages from ``first`` on; fewer if later pages have no target.
+        Needs the lock."""
 
     def _land(self, first: int, targets: Sequence[int], *, good: int) -> None:
-        """Record that the first ``good`` pages have arrived and the others have not."""
+        """Record that the first ``good`` of these pages have arrived and the others have not. Needs the
+        lock."""
         self._arrived[first : first + good] = [True] * good
 
     @abstractmethod
     def _fill(self, targets: Sequence[int], addresses: Sequence[int]) -> PendingCopy:
-        """Start copying pages from host memory. The targets may be handed out before the copies end."""
+        """Start to copy pages from host memory. The targets may be handed out before the copies end."""
 
     def _fill_checked(
         self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
     ) -> int:
-        """Copy pages, and return the number of leading pages with the expected checksums."""
+        """Copy pages up to the first with an unexpected checksum. Return the number of copied pages."""
         found = copying.hash_all(addresses, self.page_bytes)
         good = leading_equal(found, checksums)
         self._fill(targets[:good], addresses[:good]).wait()
         return good
 
     def _in_one_go(self, address: int) -> bool:
-        """Return whether pages from ``address`` on should be copied together."""
+        """Return whether the device should copy a batch that begins at ``address`` as a whole."""
         return False
 
     def _came_late(self, pages: int) -> None:
@@ -276,8 +280,8 @@ class PartLoad(ABC):
 
     @abstractmethod
     def result(self, kept: Sequence[int]) -> tuple[int, ...]:
-        """Hand out the pages at these positions if they are the pool's, and release the others. Needs the
-        lock."""
+        """Hand out the pages of the pool at these positions, and release all others. Return the numbers of
+        the pool's pages; empty for other destinations. Needs the lock."""
 
     def moved_bytes(self, kept: Sequence[int]) -> int:
         """Return the number of bytes that were copied for these pages."""
@@ -290,16 +294,16 @@ class PartLoad(ABC):
         return next((at for at, here in enumerate(self._arrived) if not here), self.pages)
 
     def arrived_ends(self) -> list[int]:
-        """Return where in the prompt the arrived pages end."""
+        """Return the position in the prompt at which each arrived page ends, in tokens."""
         return [end for end, here in zip(self.part.ends, self._arrived, strict=False) if here]
 
     def tier_at(self, position: int) -> str:
-        """Return the tier that had a page that has not arrived."""
+        """Return the tier in which the lookup found a page that has not arrived."""
         lease = self._lease
         return lease.run_at(max(position - self._leased_from, 0))[0] if lease else Tier.HOST.label
 
     def forget_answers(self) -> None:
-        """Cancel open requests after the load has ended. Must be called without the lock."""
+        """Cancel running requests after the load has ended. Must be called without the lock."""
         for answer in list(self._answers):
             answer.cancel()
 
@@ -315,7 +319,7 @@ class PartLoad(ABC):
         self._here = sum(self._arrived[self.first :])
 
     def go_on(self) -> None:
-        """Request the other pages, and start the copies out of HBM."""
+        """Request the pages from the backend, and start the copies out of HBM."""
         self.load.transfer.advance(self._here, 0)
         local, self._local = self._local, []
         if local:
@@ -330,7 +334,7 @@ class PartLoad(ABC):
     def _leased(self, lease: Lease | None) -> None:
         self._lease = lease
         chunk_tokens, before = self.part.chunk_tokens, self._leased_from
-        if lease is None or self._next < before:  # a named page left HBM and was not requested below it
+        if lease is None or self._next < before:  # a named page has left HBM, and the lease does not cover it
             self._cut_at(self._next)
         elif before * chunk_tokens + lease.tokens < self.part.tokens:
             self._cut_at(max(before + lease.tokens // chunk_tokens, self._next))
@@ -338,9 +342,9 @@ class PartLoad(ABC):
         self.load.step_done()
 
     def _ask_for_more(self, *, again: bool = False) -> None:
-        """Request the next batches. ``again``: also request one of the batches that found no room, because
-        there may be room now. Only one, because its answer may come immediately and be short again. The next
-        copy frees more room."""
+        """Request the next batches. With ``again``, also repeat a request that found no room, because there
+        may be room now. Repeat only one: its answer may arrive immediately and be short again. The next copy
+        that ends frees more room."""
         lease = self._lease
         while lease is not None and not self.load.transfer.stopped:
             with self.hbm.lock:
@@ -368,11 +372,11 @@ class PartLoad(ABC):
                 self.load.begun(1)
             self._ask(lease, start, count, alone=alone)
             if retried and alone:
-                return  # no other request may take the available room
+                return  # another request would take the room away
 
     def _in_memory(self, lease: Lease, position: int) -> bool:
         """Return whether a page was in host memory at the lookup. Such a page is not requested while pages
-        before it come from disk: it would be held in memory whose room they may need."""
+        before it come from disk: a hold on it would take room in host memory that those pages may need."""
         return lease.run_at(position - self._leased_from)[0] == Tier.HOST.label
 
     def _ask(self, lease: Lease, start: int, count: int, *, alone: bool) -> None:
@@ -395,26 +399,27 @@ class PartLoad(ABC):
     def _measure_batch(
         self, tier: str, asked: float, wait_s: float, located: Located | None, count: int
     ) -> None:
-        """Report how long the backend took to load a batch from disk. (The copies measure pages that are in
-        host memory.) A batch that missed its time limit took at least that time."""
-        came = len(located.addresses) if located is not None else 0
+        """Report how long the backend took to load a batch from disk. (The copies measure pages in host
+        memory.) A batch that missed its time limit took at least that time."""
+        arrived = len(located.addresses) if located is not None else 0
         now_s = self.hbm.clock()
-        late = not came and now_s - asked >= _LATE * wait_s
+        late = not arrived and now_s - asked >= _LATE * wait_s
         if late:
             self.planner.late(tier, count * self.page_bytes, now_s - asked, now_s=now_s)
-        elif came and tier == Tier.DISK.label:
-            self.planner.moved(tier, came * self.page_bytes, now_s - asked, now_s=now_s)
+        elif arrived and tier == Tier.DISK.label:
+            self.planner.moved(tier, arrived * self.page_bytes, now_s - asked, now_s=now_s)
 
     def _measure_copies(self, batch: _LoadBatch) -> None:
-        """Report how long a batch from host memory took. It may be another host's memory."""
+        """Report how long a batch from host memory took. The memory may be that of a daemon on another
+        host."""
         if batch.measured_bytes:
             now_s = self.hbm.clock()
             host = Tier.HOST.label
             self.planner.moved(host, batch.measured_bytes, now_s - batch.began, now_s=now_s)
 
     def _located(self, located: Located | None, start: int, count: int, asked: float, *, alone: bool) -> None:
-        """Handle the answer for a batch. ``alone``: at the request, this load had no other batch under way
-        that could have taken the room."""
+        """Handle the answer for a batch. ``alone`` says that this load had no other batch under way at the
+        request, so that no other batch of this load had taken the room."""
         again = False
         there = min(len(located.addresses), count) if located is not None else 0
         with self.hbm.lock:
@@ -422,7 +427,7 @@ class PartLoad(ABC):
             if self._lease is not None:
                 self._asked_of_disk -= not self._in_memory(self._lease, start)
             if there < count:
-                # The rest may find room after these or other pages have been copied.
+                # The remaining pages may find room after these or other pages have been copied.
                 self._missing.append((start + there, count - there))
                 self._missing.sort()
             if self._missing and not (there or self._batches or self._asked):
@@ -455,7 +460,8 @@ class PartLoad(ABC):
             self.mover.submit(Priority.LOAD, task)
 
     def _copy(self, batch: _LoadBatch, first: int, start: int, stop: int) -> None:
-        """Copy pages ``start … stop`` of a batch. Page ``start`` is page ``first`` of the hit."""
+        """Copy the pages ``start`` to ``stop - 1`` of a batch. Page ``start`` is the part's page
+        ``first``."""
         located = batch.located
         assert located is not None, "a batch lasts until its last task has ended"
         with self.hbm.lock:
@@ -497,7 +503,7 @@ class PartLoad(ABC):
         self.load.step_done()
 
     def _leave_alone(self, filling: PendingCopy, located: Located, in_one_go: bool) -> _Copying | None:
-        """Wait for copies, unless they can continue in the background."""
+        """Wait for copies, or return them if they can continue in the background."""
         left_s = located.ends - self.hbm.clock()
         if filling.done or not in_one_go or left_s < LEAST_S:
             filling.wait()
@@ -505,7 +511,7 @@ class PartLoad(ABC):
         return _Copying(located, filling, self.hbm.clock)
 
     def _release_source(self, under_way: _Copying, pages: int, batch: _LoadBatch) -> None:
-        """Release the source of copies when they have ended."""
+        """Release the source of copies after they have ended."""
         in_time = under_way.wait()
         self._measure_copies(batch)
         if not in_time:
@@ -538,7 +544,7 @@ class PartLoad(ABC):
 
 class _Copying:
     """Copies that continue after their load has ended. The lease on their source is renewed until they end.
-    It can only expire earlier if both the device and the daemon hang for seconds. Then the pool's content is
+    It can only expire before that if the device and the daemon hang for seconds. Then the pool's content is
     invalid, and the pool reports this to the engine."""
 
     def __init__(self, located: Located, filling: PendingCopy, clock: Callable[[], float]) -> None:
@@ -551,11 +557,12 @@ class _Copying:
         self._renew_later(located.ends)
 
     def wait(self) -> bool:
-        """Wait until the copies have ended. Return False if the lease on their source had expired by then."""
+        """Wait until the copies have ended. Return False if the lease on their source has expired before."""
         self._filling.wait()
         in_time = self._clock() < self._ends
         with self._lock:
-            located, self._located = self._located, None  # now: this object and its timer refer to each other
+            # Break the reference cycle of this object and its timer.
+            located, self._located = self._located, None
             timer, self._timer = self._timer, None
         if timer is not None:
             timer.cancel()
@@ -576,6 +583,6 @@ class _Copying:
 
 
 def leading_equal(found: Sequence[int], expected: Sequence[int]) -> int:
-    """Return the number of leading checksums that are equal or unknown."""
+    """Return the number of leading checksums that are as expected, or for which none is expected."""
     pairs = enumerate(zip(found, expected, strict=True))
     return next((position for position, (one, other) in pairs if other and one != other), len(found))
