@@ -29,7 +29,6 @@ from tierstore.store.buffers import HbmPages
 from tierstore.tiers import two_level
 from tierstore.tiers.group_pools import room_for
 from tierstore.tiers.hbm import PagePool
-from tierstore.tiers.large_pages import PoolSize
 from tierstore.types import Forgettable
 
 NO_MATCH = Match((), 0, 0)
@@ -441,13 +440,6 @@ class HbmTier:
         self.leases.release_copy(page, Tier.HBM)
         self._leaving.leave()
         self.shrink()
-
-    def resize(self, nbytes: int) -> PoolSize:
-        """Change the memory of all pools to ``nbytes``; see :meth:`Store.resize_hbm`."""
-        pool = self.pool(0)
-        pool.resize(nbytes)
-        self.shrink()
-        return pool.large_pages.size
 
     def shrink(self) -> None:
         """Evict cached pages while the pools have more memory than their size allows."""

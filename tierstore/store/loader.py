@@ -1,4 +1,4 @@
-"""Start of loads: check the caller's arguments and begin the load."""
+"""Start loads: check the caller's arguments, decide how much to load, and begin the load."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class Loader:
     def offer(self, hit: Hit) -> None:
         """See :meth:`Store.offer <tierstore.Store.offer>`."""
         for part in hit.parts if self._backend.remote else ():
-            if (told := part.to_tell()) is not None:
-                self._backend.reserve(*told, 0, hints=SaveHints(_ELSEWHERE))
+            if (unseen := part.to_tell()) is not None:
+                self._backend.reserve(*unseen, 0, hints=SaveHints(_ELSEWHERE))
 
     def _offer(self, hit: Hit) -> None:
-        """Report the use of named pages, because the daemon cannot know which of the requested ones are
+        """Report the use of named pages, because the daemon does not know which of the requested pages are
         used."""
         if self._named:
             self.offer(hit)
@@ -89,9 +89,9 @@ class Loader:
         return Lower(self._hbm, self._backend, self._mover, planner, self._groups, self._named)
 
     def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[Range, float | None]:
-        """Return the chunks of a hit that are worth loading, and the deadline. A deadline from the caller
-        means that the whole hit is loaded."""
-        of_caller = any(part.of_caller for part in hit.parts)  # such hits are not planned
+        """Return the chunks of a hit that are worth loading, and the deadline. If the caller gives a
+        deadline, the whole hit is loaded."""
+        of_caller = any(part.of_caller for part in hit.parts)  # hits of such pages are not planned
         if deadline_s is not None or of_caller or self._planning.planner.prefill() is None:
             return Range(), deadline_s
         planned = self._planning.plan(hit, None, block=0)
@@ -99,7 +99,8 @@ class Loader:
         return Range(0, min(-(-planned.tokens // hit.chunk_tokens), hit.num_pages)), planned.deadline_s
 
     def _buffers(self, hit: Hit, into: Sequence[Any]) -> dict[int, Buffers]:
-        """Return the buffers by group. Raise :class:`UsageError` if their number does not match the hit."""
+        """Return the buffers by layer group. Raise :class:`UsageError` if their number does not match the
+        hit."""
         several = len(self._groups) > 1
         if several and len(into) != len(self._groups):
             raise UsageError(

@@ -1,10 +1,10 @@
 """Lookups: find the longest hit that all layer groups support, in HBM and in the backend.
 
-HBM is matched here. The request to the backend says which pages are here, and the backend finds the longest
-hit of all layer groups (:meth:`Backend.find_hit <tierstore.backend.Backend.find_hit>`): one request, one
-answer. A hit is a whole number of chunks. Or it ends inside the chunk that the chains reach, if all groups
-have a page that ends at that token. Pages that the caller has named are found individually
-(:meth:`Backend.find <tierstore.backend.Backend.find>`).
+The store matches a prompt with the pages in HBM. Its request to the backend says which pages are in HBM, and
+the backend finds the longest hit of all layer groups (:meth:`Backend.find_hit
+<tierstore.backend.Backend.find_hit>`). A hit usually ends at the end of a chunk. It may also end inside the
+last chunk that the chained groups have, if every group has a page that ends at that token. Pages that the
+caller has named are found individually (:meth:`Backend.find <tierstore.backend.Backend.find>`).
 
 Other hosts may have pages that would make the hit longer. :meth:`Store.fetch_remote
 <tierstore.Store.fetch_remote>` fetches them.
@@ -54,7 +54,7 @@ _NOTHING = GroupLease(Lease(0, 0, 0, (), 0.0))
 
 
 class Finder:
-    """Translates prompts into requests to a backend, one for each layer group, and begins lookups."""
+    """Makes requests to a backend from prompts, one for each layer group, and begins lookups."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Finder:
         self.rules = tuple(group.rule for group in self.groups)
         self.chained, self.named = by_kind(self.groups)
         self.prompts = PromptCache(spec.chunk_tokens)
-        self._layout = spec.describe()  # compared at every lookup
+        self._layout = spec.describe()  # kept, because every lookup compares it
         # Groups that the engine defines may have equal layouts. Their prompts always cover the whole model.
         single = self.groups if groups is None else ()
         self._by_layout = {group.spec.describe(): group for group in single}
@@ -91,8 +91,8 @@ class Finder:
         return self.groups[number]
 
     def named_group(self, prompt: Prompt, group: Group, here: Sequence[int]) -> NamedGroup:
-        """Return the request for a group with named pages of a model's prompt. The caller has the pages that
-        end at the tokens ``here``."""
+        """Return the request for a model's prompt in a group with named pages. The caller already has the
+        pages that end at the tokens ``here``."""
         identity, names = prompt.identity_of(group.number), list[bytes]()
         if group.rule.inputs:
             names = prompt.names_of(group.number, group.rule.ends(len(prompt), self.chunk_tokens))
@@ -106,8 +106,8 @@ class Finder:
     # -- prompts -------------------------------------------------------------------------------------
 
     def prompt(self, prompt: Prompt | TokenIds, inputs: Sequence[PromptInput] = ()) -> Prompt:
-        """Return a prompt of the model, or pages of one group. With ``inputs``, return a copy that has them.
-        Raise :class:`UsageError` if they have another layout."""
+        """Return a prompt for this store. With ``inputs``, return a copy that has them. Raise
+        :class:`UsageError` if the prompt has another layout than the model and its groups."""
         if inputs:
             prompt = self.prompt(prompt).copy()
             prompt.place(inputs)
@@ -129,9 +129,9 @@ class Finder:
         return Prompt.of_input(self.identity, content, rows, chunk_tokens=self.chunk_tokens)
 
     def single(self, prompt: Prompt | TokenIds) -> tuple[Group, LookupRequest] | None:
-        """Return the single request for a prompt: if the model has one group with chained pages, or if the
-        prompt is pages of one group (:meth:`Prompt.pages_of`, :meth:`Prompt.named_pages`). Return None if the
-        needed pages depend on the stored ones."""
+        """Return the request for a prompt if it concerns one group with known pages: the model has only one
+        group, with chained pages, or the caller has chosen the group (:meth:`Prompt.pages_of`,
+        :meth:`Prompt.named_pages`). Otherwise return None."""
         if not isinstance(prompt, Prompt):
             if self._only is None:
                 return None
@@ -156,7 +156,7 @@ class Finder:
         return self.prompts.request(identity, group.page_bytes, prompt.token_bytes, keys)
 
     def pages_at(self, prompt: Prompt, group: Group, ends: Sequence[int]) -> NamedRequest:
-        """Return the request for a group's named pages that end at these tokens of a model's prompt."""
+        """Return the request for the named pages of a group that end at these tokens of a model's prompt."""
         keys, data = named_chunks(prompt.names_of(group.number, ends), self.chunk_tokens)
         identity = prompt.identity_of(group.number)
         return NamedRequest(identity, group.page_bytes, self.chunk_tokens, data, len(data), keys)
@@ -190,7 +190,8 @@ class Finder:
         return Lookup(self, prompt, _limit(max_tokens), began + self.lookup_s, gain, counted=counted)
 
     def explain(self, prompt: Prompt | TokenIds, max_tokens: int | None, timeout_s: float) -> ExplainedHit:
-        """Look a prompt up, and ask why the tokens behind the hit are missed. The caller releases the hit."""
+        """Look up a prompt and request why the tokens after the hit are missed. The caller releases the
+        hit."""
         ends = time.monotonic() + timeout_s
         lookup = Lookup(self, prompt, _limit(max_tokens), ends, 0, counted=False, explain=True)
         hit = lookup.hit()
@@ -213,14 +214,14 @@ class Finder:
         return joined(expected, lambda _: None, deadline_s=promise.until_s, clock=self.hbm.clock)
 
     def needed(self, prompt: Prompt, tokens: int) -> list[tuple[Group, LookupRequest]]:
-        """Return the requests for what a hit of ``tokens`` tokens of a model's prompt needs of each group."""
+        """Return the requests for all pages that a hit of ``tokens`` tokens of a model's prompt needs."""
         if not tokens:
             return []
         chains = [(group, self.chain(prompt, group).cut(tokens)) for group in self.chained]
         return [*chains, *self.named_needed(prompt, tokens)]
 
     def named_needed(self, prompt: Prompt, tokens: int) -> list[tuple[Group, LookupRequest]]:
-        """Return the requests for the named pages that such a hit needs."""
+        """Return the requests for the named pages that a hit of ``tokens`` tokens needs."""
         groups = [prompt.bound(group) for group in self.named]
         ends = [(group, group.rule.ends(tokens, self.chunk_tokens)) for group in groups]
         return [(group, self.pages_at(prompt, group, each)) for group, each in ends if each]
@@ -233,7 +234,7 @@ class Finder:
 
 def _caller_named(pages: tuple[Group, LookupRequest]) -> Group:
     """Return the layer group of pages that the caller has named, with the rule that all of them are needed.
-    Raise :class:`UsageError` for pages with keys that are not the beginning of their names."""
+    Raise :class:`UsageError` if the pages' keys are not the beginning of their names."""
     group, request = pages
     names = [request.chunk(at)[:NAME_BYTES] for at in range(request.num_chunks)]
     if named_chunks(names, request.chunk_tokens) != (request.keys, request.data):
@@ -247,8 +248,8 @@ def _limit(max_tokens: int | None) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class ExplainedHit:
-    """A hit on the first ``limit`` of a prompt's tokens, and why those behind it are missed. ``misses`` is
-    None if the backend did not answer in time."""
+    """A hit on the first ``limit`` tokens of a prompt, and why the tokens after the hit are missed.
+    ``misses`` is None if the backend did not answer in time."""
 
     hit: Hit
     prompt_tokens: int
@@ -294,28 +295,29 @@ class Lookup:
             self._request = NamedLookup(finder, single[0], single[1], gain, counted=counted)
 
     def ask(self, *, caller_receives: bool = False) -> None:
-        """Send the request. Call it once. ``caller_receives``: this thread waits for the answer."""
+        """Send the request. Call it only once. ``caller_receives`` says that this thread waits for the
+        answer."""
         self._asked = True
         self._request.ask(self._ends - time.monotonic(), caller_receives=caller_receives)
 
     @property
     def answer(self) -> Transfer[Any] | None:
-        """The open request; None if there is none."""
+        """The running request; None if there is none."""
         return self._request.answer
 
     @property
     def limit(self) -> int:
-        """The tokens of the prompt that the request is about."""
+        """The number of the prompt's tokens that are looked up."""
         return self._request.limit
 
     @property
     def prompt_tokens(self) -> int:
-        """The tokens of the whole prompt."""
+        """The number of tokens in the whole prompt."""
         return self._request.prompt_tokens
 
     @property
     def misses(self) -> Sequence[Miss] | None:
-        """Why tokens are missed, after :meth:`hit`; None if there was no answer."""
+        """The reasons why tokens are missed, after :meth:`hit`; None if there was no answer."""
         return self._found.misses if self._found is not None else None
 
     def hit(self) -> Hit:
@@ -353,7 +355,7 @@ class Lookup:
         return self.hit()
 
     def give_up(self) -> None:
-        """Release the leases of the answer, now or when it arrives."""
+        """Release the leases of the answer, now or as soon as it arrives."""
         if self._found is None:
             self._request.give_up()
         else:
@@ -363,8 +365,9 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class FoundHit:
-    """The longest hit that all groups support. ``parts`` are the pages it needs of each group. With the pages
-    in ``others``, which other hosts probably have, it would be ``remote_tokens`` longer."""
+    """The longest hit that all groups support. ``parts`` are the pages of each group that the hit needs.
+    Other hosts probably have the pages in ``others``, with which the hit would be ``remote_tokens``
+    longer."""
 
     tokens: int
     branch: int
@@ -388,10 +391,10 @@ class NamedLookup:
         self._request = request
         self._gain = gain
         self._counted = counted
-        self._asked: Sequence[int] = ()  # from the backend
+        self._asked: Sequence[int] = ()  # positions of the pages that the backend is requested to find
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
-        """Request the pages that are not in HBM, if there are any and there is time left."""
+        """Request the pages that are not in HBM, if there are any and ``patience_s`` is not over."""
         finder, request = self._finder, self._request
         here = finder.hbm.match_named(request, self._group.number)
         self._asked = [at for at in range(request.num_chunks) if at not in here]
@@ -403,8 +406,8 @@ class NamedLookup:
         self.answer = finder.backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
     def found(self) -> FoundHit:
-        """Wait for the answer and return the hit. HBM is matched again, because nothing was leased there
-        during the request."""
+        """Wait for the answer and return the hit. Match HBM again, because its pages were not leased while
+        the request was running."""
         finder, request, group = self._finder, self._request, self._group
         hbm, backend = finder.hbm, finder.backend
         answer = self.answer.wait() if self.answer is not None else None
@@ -423,7 +426,7 @@ class NamedLookup:
         return FoundHit(part.tokens, part.tokens, [part], others=others)
 
     def give_up(self) -> None:
-        """Release the leases of the answer, now or when it arrives."""
+        """Release the leases of the answer, now or as soon as it arrives."""
         answer = self.answer
         if answer is not None and not answer.cancel():
             lease = answer.wait()
@@ -432,8 +435,8 @@ class NamedLookup:
 
 
 class HitLookup:
-    """The request for the longest hit of a prompt, and its answer. ``chains`` are the prompt's pages in the
-    ``chained`` groups. ``named`` are the groups of ``prompt`` whose pages are found by name."""
+    """The request for the longest hit of a prompt, and its answer. ``chains`` are the requests for the
+    ``chained`` groups of the prompt. ``named`` are the groups whose pages are found by name."""
 
     def __init__(
         self,
@@ -458,15 +461,15 @@ class HitLookup:
         self._named = named if prompt is None else [prompt.bound(group) for group in named]
         self._chains = [chain.cut(self.limit) for chain in chains]
         self._matches: Sequence[Match] = ()
-        self._here: Mapping[int, Mapping[int, Page]] = {}  # by group: its named pages in HBM, by their ends
-        self._held = PageLease()  # on all of these, until the hit is known
+        self._here: Mapping[int, Mapping[int, Page]] = {}  # named pages in HBM, by group and by their ends
+        self._held = PageLease()  # on all matched pages in HBM, until the hit is known
         self._local = 0  # length of the hit that HBM alone supports
         self._branch = 0
         self._ends = 0.0
         self._shorter: HitLease | None = None  # the first answer, if there is a second request
 
     def ask(self, patience_s: float, *, caller_receives: bool) -> None:
-        """Request the pages that are not in HBM, if there are any and there is time left."""
+        """Request the pages that are not in HBM, if there are any and ``patience_s`` is not over."""
         finder, hbm = self._finder, self._finder.hbm
         self._ends = time.monotonic() + patience_s
         groups = zip(self._chains, self._chained, strict=True)
@@ -474,7 +477,8 @@ class HitLookup:
         self._branch = min([*(match.tokens for match in self._matches), self.limit])
         self._here = {group.number: self._pages_here(group) for group in self._named}
         with hbm.lock:
-            last = (page for match in self._matches for page in match.pages[-1:])  # keeps those before it
+            # A lease on the last page of a match also keeps the pages before it.
+            last = (page for match in self._matches for page in match.pages[-1:])
             named = (page for pages in self._here.values() for page in pages.values())
             self._held = hbm.hold([*last, *named], finder.lookup_s)
         self._local = self._longest_here()
@@ -534,7 +538,7 @@ class HitLookup:
         return self._finder.pages_at(self._prompt, group, ends)
 
     def _longest_here(self) -> int:
-        """Return the longest hit that the pages in HBM support."""
+        """Return the length of the longest hit that the pages in HBM support."""
         if not self._named:
             return self._branch
         rules = {group.number: group.rule for group in self._named}
@@ -613,7 +617,7 @@ class HitLookup:
         return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found), misses)
 
     def _misses(self, found: HitLease) -> Sequence[Miss]:
-        """Return why tokens are missed, with the model's numbers of the layer groups."""
+        """Return why tokens are missed. The layer groups have the model's numbers."""
         numbers = [group.number for group in (*self._chained, *self._named)]
         return [
             miss if miss.group is None else replace(miss, group=numbers[miss.group])
@@ -622,7 +626,7 @@ class HitLookup:
         ]
 
     def _chain_part(self, at: int, tokens: int, lease: Lease) -> HitPart:
-        """Return the part of chain ``at`` that a hit of ``tokens`` tokens needs."""
+        """Return the pages of chain ``at`` that a hit of ``tokens`` tokens needs."""
         finder, hbm, match = self._finder, self._finder.hbm, self._matches[at]
         chain, group = self._chains[at], self._chained[at]
         used = match.pages[: -(-min(tokens, match.tokens) // finder.chunk_tokens)]
@@ -633,7 +637,7 @@ class HitLookup:
         return part
 
     def _named_part(self, group: Group, ends: Sequence[int], lease: Lease) -> HitPart:
-        """Return the part of a group's named pages that end at these tokens."""
+        """Return the named pages of a group that end at these tokens."""
         finder, hbm, pages = self._finder, self._finder.hbm, self._here[group.number]
         request = self._pages_at(group, ends)
         here = {at: pages[end] for at, end in enumerate(ends) if end in pages}
@@ -644,7 +648,7 @@ class HitLookup:
         return RulePart(source, request, here, asked, ends)
 
     def _others(self, found: HitLease) -> list[RemotePages]:
-        """Return the pages that other hosts probably have, for each group."""
+        """Return the pages of each group that other hosts probably have."""
         finder, others = self._finder, []
         for chain, each in zip(self._chains, found.chains, strict=True):
             if ends := each.remote_ends:
@@ -653,13 +657,13 @@ class HitLookup:
         for group, each in zip(self._named, found.named, strict=True):
             if ends := each.remote_ends:
                 named, chunk_tokens = self._pages_at(group, ends), finder.chunk_tokens
-                if group.rule.past is Past.CROSS:  # a hit that reaches into this chunk needs the page
+                if group.rule.past is Past.CROSS:  # hits that reach into this chunk need the page
                     ends = [group.rule.chunk_of(end, chunk_tokens) * chunk_tokens + 1 for end in ends]
                 others.append(RemotePages(finder.backend, named, group.page_bytes, 0, ends))
         return others
 
     def give_up(self) -> None:
-        """Release the leases of the answer, now or when it arrives."""
+        """Release the leases of the answer, now or as soon as it arrives."""
         hbm, answer = self._finder.hbm, self.answer
         with hbm.lock:
             hbm.leases.release(self._held)

@@ -45,7 +45,7 @@ class StorePins:
         if single is not None:
             return self._undo(single[1])
         prompt = finder.prompt(prompt)
-        if finder.chained:  # the pin of a chain records the length of the hit
+        if finder.chained:  # the backend knows the length of the pinned hit from the pin of a chain
             tokens = min(self._undo(each) for each in self._chains(prompt))
             for each in self._named(prompt, tokens):
                 self._undo(each)
@@ -68,7 +68,8 @@ class StorePins:
         return hit
 
     def _chains(self, prompt: Prompt) -> list[LookupRequest]:
-        """Return the request for each group with chained pages. The whole prompt identifies a pin."""
+        """Return the request for the whole prompt, which identifies a pin, in each group with chained
+        pages."""
         return [self._finder.chain(prompt, group) for group in self._finder.chained]
 
     def _named(self, prompt: Prompt, tokens: int) -> list[LookupRequest]:

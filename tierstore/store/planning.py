@@ -1,4 +1,4 @@
-"""Decisions about how much of a hit to load: input of the planner, and handling of the unused rest."""
+"""Decide how much of a hit to load: prepare the planner's input, and count and measure what is not loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from tierstore.store.hit import Hit, HitPart, rank
 from tierstore.store.lookup import ExplainedHit
 from tierstore.transfer import Transfer
 
-_FETCH_S = 2.0  # limit for a fetch from other hosts
-_PROBE_BYTES = 8 << 20  # read from an unused tier to measure its present speed
-_PROBE_WAIT_S = 20.0
+_FETCH_S = 2.0  # longest time for a fetch from other hosts
+_PROBE_BYTES = 8 << 20  # bytes read from an unused tier to measure its current speed
+_PROBE_WAIT_S = 20.0  # longest wait for such a read
 
 
 class Planning:
@@ -42,7 +42,7 @@ class Planning:
 
     def explanation(self, found: ExplainedHit) -> Explanation:
         """Return why tokens of a prompt are missed. This includes tokens that the plan would not load, tokens
-        that other hosts have, and tokens that an engine computes in any case."""
+        that other hosts have, and tokens that an engine always computes."""
         hit = found.hit
         used = min(self.plan(hit, found.prompt_tokens, block=0).tokens, hit.tokens)
         misses: list[Miss] = []
@@ -67,9 +67,9 @@ class Planning:
         return Explanation(found.prompt_tokens, used, tuple(misses), dict(hit.by_tier)).check()
 
     def _parts(self, hit: Hit) -> list[TierPart]:
-        """Return the parts of a load by tier, in the load's order. Chained pages are listed run by run. With
-        named pages the load is all or nothing, since these pages serve only the hit's end: all tokens count
-        for the last tier."""
+        """Return the parts of a load by tier, in the load's order. Chained pages are listed for each run of
+        pages in one tier. A load with named pages is useful only as a whole, because these pages serve only
+        the hit's end: all tokens count for the last tier."""
         if hit.parts and all(part.leading for part in hit.parts):
             return self._run_by_run(hit.by_runs(), sum(part.page_bytes for part in hit.parts))
         nbytes: dict[str, float] = {}
@@ -114,7 +114,7 @@ class Planning:
                 self._probe(chain, tier)
 
     def _probe(self, part: HitPart, tier: str) -> None:
-        """Make the backend load some pages of an unused tier, and record how long that took."""
+        """Make the backend load some pages from an unused tier, and record how long that takes."""
         backend, clock = self._backend, self._hbm.clock
         found = backend.find(part.request, patience_s=self._lookup_s)
 
@@ -132,7 +132,7 @@ class Planning:
             began = clock()
             fetched = backend.locate(lease, first, count, wait_s=_PROBE_WAIT_S)
 
-            def came() -> None:
+            def arrived() -> None:
                 located = fetched.wait()
                 if located is not None:
                     now_s, nbytes = clock(), len(located.addresses) * part.page_bytes
@@ -140,7 +140,7 @@ class Planning:
                     located.release()
                 backend.release(lease)
 
-            fetched.on_end(came)
+            fetched.on_end(arrived)
 
         found.on_end(leased)
 
@@ -168,5 +168,5 @@ class Planning:
 
 
 def _first_chain(hit: Hit) -> HitPart | None:
-    """Return the first part whose pages are loaded from the front."""
+    """Return the first part whose pages form a prefix; None if there is none."""
     return next((part for part in hit.parts if part.leading), None)

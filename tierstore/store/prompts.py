@@ -1,9 +1,10 @@
-"""A cache of recent prompts of a store: their keys and the backend's handles.
+"""A cache of a store's recent prompts: their keys and the backend's handles for them.
 
 Most prompts begin like an earlier one: the next turn of a conversation, or another request about the same
 document. Comparing 100K tokens with a remembered prompt takes 20–40 µs. Hashing them takes 500 µs. Sending
-and matching them again costs a daemon milliseconds. So a prompt that begins like a remembered one reuses its
-keys. Messages use the remembered prompt's handle for the chunks that the backend remembers.
+and matching them again takes a daemon several milliseconds. So a prompt that begins like a remembered one
+reuses its keys. For the chunks that the backend remembers, messages contain the remembered prompt's handle
+instead of keys and tokens.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import numpy as np
 from tierstore.backend import KnownPrompt, LookupRequest, PrefixHandle
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, PageKey, Prompt, chunk_keys, root_key
 
-_MOST_BYTES = 64 << 20  # of tokens
+_MOST_BYTES = 64 << 20  # size of all remembered tokens
 _MOST_PROMPTS = 1024
 _TRIED = 8  # prompts with the same first chunk that are compared, most recent first
-_COMPARED_AT_ONCE = 64 << 10
-_WORTH = 16  # a prompt is remembered if at least 1/16 of it is new
+_COMPARED_AT_ONCE = 64 << 10  # pairs of tokens
+_WORTH = 16  # a prompt is remembered if at least 1/16 of its chunks are new
 _PAIR = np.dtype("<u8")
 
 
@@ -37,17 +38,17 @@ class PromptCache:
     _nbytes: int = 0
 
     def prompt(self, identity: Identity, data: bytes) -> Prompt:
-        """Return a prompt of these token bytes. It hashes only the part that no remembered prompt begins
-        with."""
+        """Return the prompt with these token bytes. Only the chunks after the longest remembered prefix are
+        hashed."""
         known, common = self._recall(self._bucket(identity.chain, data), data)
-        if known is None or identity.chain.whole_pages:  # then keys cover more than tokens
+        if known is None or identity.chain.whole_pages:  # with whole pages, keys may cover more than tokens
             return Prompt(identity, np.frombuffer(data, TOKEN_DTYPE), chunk_tokens=self.chunk_tokens)
         prompt = Prompt.with_keys(identity, data, known.keys[:common], chunk_tokens=self.chunk_tokens)
         prompt.extend(())  # adds the keys of the remaining chunks
         return prompt
 
     def request_of(self, identity: Identity, page_bytes: int, data: bytes) -> LookupRequest:
-        """Return ``request`` of ``prompt(identity, data)``, without making the prompt."""
+        """Return ``request`` for ``prompt(identity, data)``, without making the prompt."""
         known, common = self._recall(self._bucket(identity, data), data)
         width = self.chunk_tokens * TOKEN_BYTES
         keys: list[PageKey] = []
@@ -60,8 +61,8 @@ class PromptCache:
         return LookupRequest(identity, page_bytes, self.chunk_tokens, data, len(data), keys, known, common)
 
     def request(self, identity: Identity, page_bytes: int, data: bytes, keys: list[PageKey]) -> LookupRequest:
-        """Return the request for the chained pages of these token bytes. ``keys`` has a key for each
-        full chunk."""
+        """Return the request for the chained pages of these token bytes. ``keys`` has a key for each whole
+        chunk."""
         known, common = self._recall(self._bucket(identity, data), data)
         if known is not None and identity.whole_pages:
             # Keys may cover more than tokens, so equal tokens are not enough.
@@ -76,11 +77,11 @@ class PromptCache:
         known = request.known
         with self._lock:
             if known is not None and (len(request.keys) - request.common) * _WORTH < len(request.keys):
-                # Too little is new to justify storing the prompt again, at 4 bytes a token.
+                # Storing the prompt again takes 4 bytes a token, and too few of its chunks are new.
                 _renew_handle(known, handle, request.common)
                 return
             if known is not None and request.common == len(known.keys):
-                self._drop(known)  # the new prompt begins with all of it
+                self._drop(known)  # the new prompt begins with the whole remembered one
             bucket = self._bucket(request.identity, request.data)
             new = KnownPrompt(bucket, request.data, request.keys, handle)
             self._buckets.setdefault(bucket, OrderedDict())[id(new)] = new
@@ -108,7 +109,7 @@ class PromptCache:
         best: KnownPrompt | None = None
         most = 0
         for known in candidates:
-            # Compare the rest only if one chunk more than the best so far is equal.
+            # Compare the rest only if the next chunk after the best match so far is equal, too.
             start = most * width
             if known.data[start : start + width] != data[start : start + width]:
                 continue
@@ -136,8 +137,8 @@ class PromptCache:
 
 
 def _renew_handle(known: KnownPrompt, handle: PrefixHandle | None, common: int) -> None:
-    """Give ``known`` the new handle if it covers more. The handle covers ``common`` chunks that both
-    share."""
+    """Give ``known`` the new handle if it covers more chunks. Both prompts share their first ``common``
+    chunks."""
     old = known.handle
     if handle is None:
         return

@@ -1,16 +1,16 @@
 """Saves: copy HBM pages or a caller's buffers into slots that the backend reserves.
 
 A save works in batches, in prefix order: reserve, copy, commit. The first batches are small, so that copying
-begins early. The next batch is reserved while the last one is copied. Only one batch is reserved at a time,
-because a daemon may decide a short request before a longer earlier one. All saves of a store together stay
-within the store's limit for reservations. A batch that would exceed the limit waits for its turn. Pages that
-find no slot are not stored, and the save does not wait for one.
+begins early. The next batch is reserved while the last one is copied. A save has only one request for a
+reservation at a time, because a daemon may answer a short request before a longer one that was sent earlier.
+All saves of a store together stay within the store's limit for reservations; a batch that would exceed the
+limit waits. Pages that get no slot are not stored, and the save does not wait for a slot.
 
-Every page is hashed during its copy, so that the checksum covers exactly the copied bytes. Pages for another
-host are not copied but sent from their place.
+Every page is hashed during its copy, so that the checksum covers exactly the copied bytes. Pages for a daemon
+on another host are sent from the caller's memory, without a copy.
 
-``save_hbm`` publishes pages in HBM immediately, in place. They are held until they have been copied or the
-backend has said that no copy is needed.
+``save_hbm`` publishes pages in HBM immediately, without moving them. They are held until they have been
+copied or the backend has answered that it needs no copy.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from tierstore.store.prompts import PromptCache
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.transfer import Transfer, TransferState
 
-_FIRST_BATCH_BYTES = 4 << 20  # each is twice as large as the one before …
-_BATCH_BYTES = 32 << 20  # … up to this size
-_BATCHES_AT_ONCE = 4  # this many batches share the client's limit for reservations
-_COPY_BYTES = 4 << 20  # one task of the mover
-_WRITE_BYTES = 8 << 20  # one message with pages
-_WRITES = 2  # messages under way for one batch
+_FIRST_BATCH_BYTES = 4 << 20  # size of a save's first batch; each further batch is twice as large
+_BATCH_BYTES = 32 << 20  # largest batch
+_BATCHES_AT_ONCE = 4  # a batch takes at most this fraction (1/4) of the client's limit for reservations
+_COPY_BYTES = 4 << 20  # size of one task of the mover
+_WRITE_BYTES = 8 << 20  # size of one message with pages
+_WRITES = 2  # messages of one batch that are sent at the same time
 
 
 @dataclass(slots=True, eq=False)
 class _SaveBatch:
-    """Pages ``first … first + count`` of a save. ``done`` has the checksums of the written pages, by their
-    positions within the batch."""
+    """The ``count`` pages of a save from page ``first`` on. ``done`` has the checksums of the written pages,
+    by their positions within the batch."""
 
     first: int
     count: int
@@ -49,12 +49,13 @@ class _SaveBatch:
     stored_tokens: int = 0
     positions: Sequence[int] = ()
     done: dict[int, int] = field(default_factory=dict)
-    runs: deque[tuple[int, int]] = field(default_factory=deque)  # (first, stop) of positions to write
+    runs: deque[tuple[int, int]] = field(default_factory=deque)  # (first, stop) of positions still to write
     tasks: int = 0
 
 
 class SaveBudget:
-    """Keeps all saves of a store within the limit for reservations, and serves them in order."""
+    """Keeps all saves of a store within the limit for reservations, and serves them in the order of
+    requests."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
@@ -64,7 +65,7 @@ class SaveBudget:
         self._pumping = False
 
     def request(self, save: Save) -> None:
-        """Let ``save`` reserve its next batch as soon as there is room."""
+        """Let ``save`` reserve its next batch as soon as the limit permits."""
         with self._lock:
             self._waiting.append(save)
         self._pump()
@@ -85,7 +86,7 @@ class SaveBudget:
                 save.reserve(batch)
         except BaseException:
             with self._lock:
-                self._pumping = False  # the next call continues
+                self._pumping = False  # so that the next call continues
             raise
 
     def _next_turn(self) -> tuple[Save, _SaveBatch] | None:
@@ -103,9 +104,9 @@ class SaveBudget:
 
 
 class Save:
-    """A save of ``count`` pages: chunks ``first …`` of a prompt. ``held`` are the pages in HBM by position,
-    each under a lease. For named pages, the last chunk may be ``lacking`` this many tokens. The store's lock
-    guards the mutable state."""
+    """A save of ``count`` pages, the chunks of a prompt from ``first`` on. ``held`` has the pages in HBM by
+    position, each under a lease. The last named page may have ``lacking`` tokens fewer than a chunk. The
+    store's lock guards the mutable state."""
 
     def __init__(
         self,
@@ -137,11 +138,11 @@ class Save:
         self._page_bytes = request.page_bytes
         self._next = 0
         self._batch_bytes = _FIRST_BATCH_BYTES
-        self._windows = 0  # batches that are reserved and have not ended
+        self._windows = 0  # batches that have begun to be reserved and have not ended
         self._closed = False
         self._copying = 0
         self._stored_tokens = 0
-        self._handle: PrefixHandle | None = None  # covers the reserved pages, which need not be sent again
+        self._handle: PrefixHandle | None = None  # for the reserved pages, which need not be sent again
         self.transfer: Transfer[int] = Transfer(
             self._settle, pages=count, nbytes=count * self._page_bytes, clock=hbm.clock
         )
@@ -158,8 +159,8 @@ class Save:
     # -- reserve -------------------------------------------------------------------------------------
 
     def next_batch(self, room: int) -> _SaveBatch:
-        """Return the next batch to reserve, at most ``room`` bytes. Without room, the batch is everything
-        that is left and has no bytes."""
+        """Return the next batch to reserve, of at most ``room`` bytes. If ``room`` is 0, the batch has all
+        remaining pages and 0 bytes, and is not stored."""
         count = self._count - self._next
         if not room or self._closed:
             return _SaveBatch(self._next, count, 0)
@@ -169,7 +170,6 @@ class Save:
         return _SaveBatch(self._next, count, count * slot)
 
     def reserve(self, batch: _SaveBatch) -> None:
-        """Reserve a batch."""
         nowhere = not batch.nbytes
         with self._hbm.lock:
             self._next += batch.count
@@ -182,7 +182,7 @@ class Save:
         prompt, first = self._request.slice(self._first + batch.first, batch.count)
         try:
             answer = self._backend.reserve(prompt, first, batch.count, hints=self._hints, handle=self._handle)
-        except BaseException:  # an unknown error: the store continues without this save
+        except BaseException:  # an unknown error: other saves continue without this one
             with self._hbm.lock:
                 self._hbm.counters.not_stored_pages += self._count - batch.first
                 self._skip_the_rest()
@@ -204,7 +204,7 @@ class Save:
                 counters.already_stored_pages += batch.count - len(batch.positions)
             else:
                 counters.not_stored_pages += self._count - batch.first - len(batch.positions)
-                self._skip_the_rest()  # pages behind a missing one could never be found
+                self._skip_the_rest()  # because pages behind a missing page could never be found
             more = self._next < self._count
         if more:
             self._budget.request(self)
@@ -260,7 +260,7 @@ class Save:
                 if checksum is not None:
                     done[position] = checksum
             copied = True
-        finally:  # also after an error of a driver: a caller waits until these copies have ended
+        finally:  # also after an error of a device: callers wait until these copies have ended
             with self._hbm.lock:
                 self._copying -= 1
                 self._hbm.changed.notify_all()
@@ -277,8 +277,8 @@ class Save:
         frames: Sequence[memoryview],
         done: dict[int, int],
     ) -> None:
-        """Send pages from their place. A caller who cancels the save may overwrite them before they are sent,
-        so the daemon compares checksums."""
+        """Send pages from the caller's memory. A caller that cancels the save may overwrite pages before they
+        are sent, so the daemon compares checksums."""
         sent = self._backend.write(reservation, run[0], frames)
         sent.on_end(lambda: self._run_ended(batch, reservation, run, done if sent.wait() else {}))
 
@@ -305,18 +305,18 @@ class Save:
                 self._backend.abort(reservation)
             self._committed(batch, 0)
             return
-        # Without an answer the pages may be stored or not. They do not count, and a later save may store
-        # them.
+        # If the backend does not answer, the pages may or may not be stored. They are not counted, and a
+        # later save may store them.
         committed = self._backend.commit(reservation, batch.done)
         committed.on_end(lambda: self._committed(batch, committed.wait()))
 
     def _committed(self, batch: _SaveBatch, pages: int) -> None:
-        there = sorted(batch.done)[:pages]
-        given_up = set(batch.positions).difference(there)
+        stored = sorted(batch.done)[:pages]
+        given_up = set(batch.positions).difference(stored)
         missing = sum(self._tokens(batch.first + position, 1) for position in given_up)
         with self._hbm.lock:
             self._stored_tokens += max(batch.stored_tokens - missing, 0)
-            self._hbm.counters.saved_pages += len(there)
+            self._hbm.counters.saved_pages += len(stored)
             self._hbm.counters.not_stored_pages += len(given_up)
         self._end(batch)
 
@@ -329,14 +329,14 @@ class Save:
             self._hbm.changed.notify_all()
         self._budget.batch_ended(batch.nbytes)
         if last:
-            if self._handle is not None:  # an engine saves as it computes: the next save continues from here
+            if self._handle is not None:  # the prompt's next save usually begins here
                 self._prompts.remember(self._request, self._handle)
             self.transfer.finish()
 
-    # -- used by both ----------------------------------------------------------------------------------
+    # -- used by several of these steps ----------------------------------------------------------------
 
     def _tokens(self, position: int, count: int) -> int:
-        """Return the number of tokens in ``count`` chunks from ``position`` on; the last one may be
+        """Return the number of tokens in ``count`` chunks from ``position`` on. The last chunk may be
         partial."""
         chunk_tokens = self._request.chunk_tokens
         start = (self._first + position) * chunk_tokens
@@ -344,7 +344,8 @@ class Save:
         return tokens - self._lacking * (0 < count == self._count - position)
 
     def _give_back(self, batch: _SaveBatch, *, keep: set[int]) -> None:
-        """Release the leases on HBM pages that need no copy (any more)."""
+        """Release the leases on HBM pages of a batch, except for the positions ``keep`` that are still
+        copied."""
         with self._hbm.lock:
             for position in range(batch.count):
                 if position not in keep:
@@ -359,6 +360,6 @@ class Save:
     def _settle(self, _: TransferState) -> int:
         with self._hbm.lock:
             self._closed = True
-            # The caller may reuse its pages after this.
+            # The caller may reuse its pages as soon as this method returns.
             self._hbm.changed.wait_for(lambda: not self._copying)
             return self._stored_tokens

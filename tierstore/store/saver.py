@@ -1,5 +1,5 @@
-"""Start of saves: requests for the pages of one layer group, and the older save points of a session that a
-save supersedes (:mod:`tierstore.retention`)."""
+"""Start saves: make the requests for the pages of a layer group, and drop older save points of the session
+that the new save supersedes (:mod:`tierstore.retention`). A save point is a position where a hit may end."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ _DONE = Hint(reuse="done")
 
 @dataclass(frozen=True, slots=True)
 class _PagesToSave:
-    """Pages to save, from page ``first`` of ``request`` on. For a group with named pages, ``ends`` are the
-    tokens of ``prompt`` at which they end, and the last chunk is ``lacking`` this many tokens."""
+    """Pages to save, from page ``first`` of ``request`` on. For named pages of a ``prompt``, ``ends`` are the
+    tokens at which they end. The last of them may have ``lacking`` tokens fewer than a chunk."""
 
     group: Group
     request: LookupRequest
@@ -38,7 +38,8 @@ class _PagesToSave:
 
 
 class Saver:
-    """Starts the saves of one store. ``checkpoint_tokens`` is the distance between kept save points."""
+    """Starts the saves of one store. ``checkpoint_tokens`` is the distance between save points that are
+    kept."""
 
     def __init__(self, finder: Finder, mover: Mover, checkpoint_tokens: int) -> None:
         self.checkpoint_tokens = checkpoint_tokens
@@ -92,7 +93,7 @@ class Saver:
         first = _checked_first(first, count, chunks)
         if not group.named:
             return _PagesToSave(group, finder.chain(prompt, group), first)
-        if crosses:  # no save point: the pages of an input serve other prompts, too
+        if crosses:  # these pages are no save point, because pages of an input also serve other prompts
             ends = [(page + 1) * chunk_tokens for page in range(first, first + count)]
             return _PagesToSave(group, finder.pages_at(prompt, group, ends), 0)
         ends = [min((chunk + 1) * chunk_tokens, len(prompt)) for chunk in range(first, first + count)]
@@ -126,9 +127,9 @@ class Saver:
         return saved
 
     def _note_point(self, prompt: Prompt, group: Group, end: int, session: str) -> None:
-        """Record that a session was saved up to ``end``, and drop the save points that are not worth keeping
-        any more. The end of the last whole chunk before ``end`` stays, because a prompt that differs in its
-        last few tokens can continue from there."""
+        """Record that a session was saved up to ``end``, and drop save points that are not worth keeping any
+        more. Keep the end of the last whole chunk before ``end``, because a prompt with other last tokens can
+        continue from there."""
         points = prompt.points.get(group.number, [])
         chunk_tokens = self._finder.chunk_tokens
         whole = end - end % chunk_tokens
@@ -153,7 +154,7 @@ class Saver:
 
 
 def checked_hbm_pages(pool: PagePool, hbm_pages: Sequence[int]) -> list[int]:
-    """Return the page numbers. Raise :class:`UsageError` for numbers that the pool does not have."""
+    """Return the page numbers. Raise :class:`UsageError` for a number that is not in the pool."""
     numbers = whole_numbers("hbm_pages", hbm_pages)
     if numbers and not 0 <= min(numbers) <= max(numbers) < pool.num_pages:
         raise UsageError(f"hbm_pages must lie between 0 and {pool.num_pages - 1}")
@@ -161,8 +162,8 @@ def checked_hbm_pages(pool: PagePool, hbm_pages: Sequence[int]) -> list[int]:
 
 
 def _checked_first(first: int, count: int, chunks: int) -> int:
-    """Return ``first``. Raise :class:`UsageError` if chunks ``first … first + count`` are not all within
-    ``chunks``."""
+    """Return ``first``. Raise :class:`UsageError` if the ``count`` chunks from ``first`` on are not all among
+    the prompt's ``chunks``."""
     first = whole_number("first", first)
     if first < 0 or first + count > chunks:
         raise UsageError(f"chunks {first} … {first + count} must lie within the prompt's {chunks} chunks")

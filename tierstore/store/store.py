@@ -1,8 +1,8 @@
 """The store of an engine: its own HBM pages over one backend, for all layer groups of a model.
 
-The store itself knows the pages in HBM (``hbm.py``). It asks the backend for pages below, which may be in
-this process or in a daemon. While a daemon is unavailable there is only HBM: lookups find the pages there,
-and nothing is stored below it.
+The store manages the pages in HBM itself (``hbm.py``). The backend manages the pages below HBM, in this
+process or in a daemon. While a daemon is unavailable, lookups find only pages in HBM, and nothing is stored
+below it.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from tierstore.tiers.large_pages import PoolSize
 from tierstore.transfer import Transfer
 from tierstore.types import ForgetReceipt, Forgettable, Hint, Loaded, Promise
 
-_CLOSE_S = 5.0  # for running saves
+_CLOSE_S = 5.0  # longest wait for running saves when a store is closed
 EXPLAIN_S = 5.0  # longest wait for an explanation
-_LOOKUPS_AT_ONCE = 32  # open requests; more gain nothing, and each may wait for a disk
+_LOOKUPS_AT_ONCE = 32  # most requests of lookup_all at the same time: each may wait for a disk
 
 
 def _forget(
@@ -50,8 +50,8 @@ def _forget(
     session has used. :class:`~tierstore.types.Forgettable` has the guarantees and their limits.
 
     Return the receipt; None if the daemon does not answer: then forget again. Raise :class:`UsageError` for
-    another combination, and :class:`~tierstore.errors.StoreUnavailableError` if the disk or the keyring
-    fails.
+    any other combination of arguments, and :class:`~tierstore.errors.StoreUnavailableError` if the disk or
+    the keyring fails.
 
     >>> # store.forget(tenant="acme").keys
     """
@@ -63,26 +63,26 @@ def _forget(
     in_pools.forget(what)
     receipt = store.backend.forget(tenant=tenant, model=model, session=session)
     store._finder.prompts.clear()
-    in_pools.forget(what)  # what loads have brought meanwhile
+    in_pools.forget(what)  # again, for pages that loads have added meanwhile
     return None if receipt is None else replace(receipt, hbm_pages=in_pools.pages - before)
 
 
 class Store:
     """A stack of tiers in which pages are found, loaded and saved. Thread-safe.
 
-    :func:`tierstore.open` makes a store over host memory and a directory of this process.
-    :func:`tierstore.connect` makes one over a daemon. Pages are found by a :class:`~tierstore.keys.Prompt`,
-    or by tokens under the store's own identity.
+    :func:`tierstore.open` makes a store over host memory and a directory, in this process.
+    :func:`tierstore.connect` makes a store over a daemon. Pages are found by a
+    :class:`~tierstore.keys.Prompt`, or by tokens under the store's own identity.
 
     A tier that is full, slow, broken or unavailable never causes an exception: lookups and loads return fewer
     tokens, and saves store fewer. :class:`~tierstore.errors.UsageError` and
-    :class:`~tierstore.errors.StoreClosedError` are for mistakes of the caller.
+    :class:`~tierstore.errors.StoreClosedError` are raised for mistakes of the caller.
 
     Longer operations return a :class:`~tierstore.transfer.Transfer`: poll it, ``wait()`` or ``await`` it.
 
-    A model with several kinds of layers has pages of each layer group (:mod:`tierstore.groups`). Group ``i``
-    is the ``i``-th of the spec, with the pool ``pools[i]`` and the rule ``rules[i]``. Pages are saved group
-    by group. Lookups and loads cover all groups:
+    In a model with several kinds of layers, each layer group (:mod:`tierstore.groups`) has its own pages.
+    Group ``i`` of the spec has the pool ``pools[i]`` and the rule ``rules[i]``. A save has pages of one
+    group. Lookups and loads cover all groups:
 
     >>> import tierstore
     >>> from tierstore.spec import LayerGroup, LayerKind
@@ -118,7 +118,7 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Make a store over any ``backend``, which :meth:`close` closes. ``policy`` decides the order in
-        which pages leave ``pools``. ``clock`` is the clock of the ends of leases. For the other arguments see
+        which pages leave ``pools``. ``clock`` decides when leases end. For the other arguments, see
         :func:`tierstore.open` and :func:`tierstore.connect`."""
         self.pools = checked_pools(spec, pools)
         self.lookup_s = checked_lookup_s(lookup_s)
@@ -141,7 +141,7 @@ class Store:
 
     @property
     def rules(self) -> tuple[GroupRule, ...]:
-        """The rules that say which pages hits need of each layer group."""
+        """The rules that say which pages of each layer group a hit needs."""
         return self._finder.rules
 
     @property
@@ -160,7 +160,7 @@ class Store:
 
     @property
     def planner(self) -> Planner:
-        """The planner, which may be replaced by one that several stores share."""
+        """The planner. It may be replaced by a planner that several stores share."""
         return self._planning.planner
 
     @planner.setter
@@ -168,8 +168,8 @@ class Store:
         self._planning.planner = planner
 
     def register(self, identity: Identity) -> None:
-        """Register an identity with the backend before its first prompt is saved or looked up. Otherwise that
-        first operation waits for the registration, at most ``lookup_s``. Repeating it costs nothing."""
+        """Register an identity with the backend before its first save or lookup. Otherwise, that first
+        operation waits for the registration, at most ``lookup_s`` seconds. Repeated calls do nothing."""
         self._hbm.require_process()
         for group, each in zip(self.groups, identity.groups, strict=True):
             self.backend.register(Registration(each, group.page_bytes, self.spec.chunk_tokens))
@@ -177,37 +177,36 @@ class Store:
     # -- finding -------------------------------------------------------------------------------------
 
     def prompt(self, tokens: TokenIds, *, inputs: Sequence[PromptInput] = ()) -> Prompt:
-        """Return the prompt of ``tokens`` under the store's own identity. ``inputs`` are read by cross
-        attention: see :meth:`Prompt.place`."""
+        """Return the prompt of ``tokens`` under the store's own identity. Cross attention reads the
+        ``inputs``: see :meth:`Prompt.place`."""
         self._hbm.require_process()
         return self._finder.prompt(tokens, inputs)
 
     def embedding(self, content: bytes, rows: int) -> Prompt:
-        """Return the pages of an input's embedding, for all verbs. See :meth:`Prompt.of_input`."""
+        """Return the pages of an input's embedding, for use as a prompt. See :meth:`Prompt.of_input`."""
         return self._finder.embedding(content, rows)
 
     def lookup(
         self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, counted: bool = True
     ) -> Hit:
-        """Return the longest prefix of ``prompt`` (at most ``max_tokens``) that all layer groups can serve
-        from any tier. It is leased until the hit is loaded or released, or the lease ends.
-
-        ``counted`` is False for a second lookup for the same request: statistics count a request once."""
+        """Return the longest prefix of ``prompt`` (at most ``max_tokens`` tokens) that all layer groups can
+        serve from any tier. Its pages are leased until the hit is loaded or released, or the lease ends. Give
+        ``counted=False`` for a second lookup for the same request, so that statistics count it once."""
         return lookup_all([(self, prompt)], max_tokens=max_tokens, counted=counted)[0]
 
     def explain(
         self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, timeout_s: float = EXPLAIN_S
     ) -> Explanation:
-        """Return why tokens of ``prompt`` would be missed by a lookup now: each token has one reason. Nothing
-        is loaded or counted. Wait at most ``timeout_s`` seconds for the disk. For pages that the caller has
-        named (:meth:`Prompt.named_pages`), the hit is the leading held ones."""
+        """Return why a lookup of ``prompt`` would miss tokens now: each token has one reason. Nothing is
+        loaded or counted. Wait at most ``timeout_s`` seconds for the disk. For pages that the caller has
+        named (:meth:`Prompt.named_pages`), the hit has the stored pages before the first missing one."""
         self._require_open()
         found = self._finder.explain(prompt, max_tokens, seconds("timeout_s", timeout_s))
         with found.hit:
             return self._planning.explanation(found)
 
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
-        """:meth:`lookup` without blocking the event loop. (Loads and saves are awaitable themselves.)"""
+        """Do :meth:`lookup` without blocking the event loop. (Loads and saves are awaitable themselves.)"""
         self._require_open()
         lookup = self._finder.begin(prompt, max_tokens=max_tokens, began=time.monotonic())
         try:
@@ -218,9 +217,9 @@ class Store:
 
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
         """Wait for pages of ``prompt`` that another client has promised to save. The transfer ends when the
-        store holds everything that a hit of the promised whole chunks needs, when the daemon goes away, or
-        when the promise expires. Then look the prompt up. A store without a daemon has no promises: there the
-        transfer ends at once, or when the promise expires."""
+        store has everything that a hit of the promised whole chunks needs, when the connection to the daemon
+        is lost, or when the promise expires. Then look up the prompt. A store without a daemon has no
+        promises: its transfer ends immediately, or when the promise expires."""
         self._require_open()
         return self._finder.expect(prompt, promise)
 
@@ -234,25 +233,26 @@ class Store:
         deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
         """Load a hit's pages into HBM pages (the default, for a store with pools) or ``into`` buffers: one
-        sequence of buffers for each layer group, or only that sequence for a model with one group. It has a
-        buffer of ``page_bytes`` for each page that the hit needs, in the order of ``hit.chunks(group)``.
+        sequence of buffers for each layer group, or only that sequence for a model with one group. A sequence
+        has a buffer of ``page_bytes`` for each page of the group that the hit needs, in the order of
+        ``hit.chunks(group)``.
 
-        At the deadline the transfer ends with the longest hit that all groups can serve with the pages that
+        At the deadline, the transfer ends with the longest hit that all groups can serve with the pages that
         have arrived. ``cancel()`` releases everything, and the result is empty. The hit is released when the
-        transfer ends. Without ``deadline_s`` the store follows :meth:`plan`: it loads what is faster to load
-        than to compute, and stops when computing would be done. If no engine has reported how fast it
-        computes, the whole hit is loaded, however long that takes."""
+        transfer ends. Without ``deadline_s``, the store follows :meth:`plan`: it loads the tokens that are
+        faster to load than to compute, and stops when computing them would have ended. If no engine has
+        reported how fast it computes, the whole hit is loaded, however long that takes."""
         self._check_hit(hit)
         return self._loader.all_of(hit, into, optional_seconds("deadline_s", deadline_s))
 
     def load_part(
         self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
-        """Load chunks ``first … stop`` of a hit into HBM pages. The result has the pages that arrived. Its
-        tokens count from the prompt's start. The load that reaches the end of the hit also loads the named
-        pages that the hit needs. If these are too few for any shorter hit, its result has no pages. The
-        ``last`` load releases the hit; without it, the caller does. Parts may be loaded in any order: a part
-        can be found again when all parts before it are published, too."""
+        """Load the chunks ``first`` to ``stop - 1`` of a hit into HBM pages. The result has the pages that
+        arrived. Its tokens count from the prompt's start. The load that reaches the end of the hit also loads
+        the named pages that the hit needs. If these pages support no hit beyond ``first``, its result has no
+        pages. The load with ``last`` releases the hit; otherwise, the caller releases it. Parts may be loaded
+        in any order: a part can be found again when all parts before it are published, too."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         return self._loader.into_hbm(hit, first, stop, deadline_s=deadline_s, last=last)
@@ -270,7 +270,7 @@ class Store:
         """Load ``count`` pages of a hit (None: all) from page ``first`` on into the caller's target. This
         needs a store without pools and a hit of one group (:meth:`Prompt.pages_of`). After the transfer has
         ended, nothing is written to the target any more. The tokens of the result count from the hit's start.
-        ``keep``: do not release the hit, so that more of it can be loaded."""
+        With ``keep``, the hit is not released, so that more of it can be loaded."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         stop = hit.num_pages if count is None else first + count
@@ -284,21 +284,21 @@ class Store:
     # -- planning, other hosts --------------------------------------------------------------------------
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """Record the time of a prefill step of ``tokens`` tokens of one prompt, after ``behind`` others."""
+        """Record the time of a prefill step: ``tokens`` tokens of a prompt, after its first ``behind``
+        ones."""
         self.planner.computed(tokens, behind, seconds)
 
     def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
-        """Return how much of a hit to load. :mod:`tierstore.planner` decides from recent loads and steps.
-
-        ``prompt_tokens`` is the length of the whole prompt (None: the hit and one more token). ``block`` is
-        for an engine that can compute the front of the hit during the load: the number of tokens that it
-        computes at a time. For a model with named pages the plan is all of the hit or nothing. This
+        """Return how much of a hit to load. :mod:`tierstore.planner` decides from recent loads and prefill
+        steps. ``prompt_tokens`` is the length of the whole prompt (None: the hit and one more token). If the
+        engine can compute the front of the hit during the load, ``block`` is the number of tokens that it
+        computes in one step. For a model with named pages, the plan is all of the hit or nothing. This method
         changes no state and no counter; see :meth:`decline`."""
         return self._planning.plan(hit, prompt_tokens, block=block)
 
     def meeting_point(self, hit: Hit, front: int, back: int) -> int:
-        """Return where an engine that has computed the first ``front`` tokens of a hit would meet a load of
-        those before ``back``; see :meth:`~tierstore.planner.Planner.meeting_point`."""
+        """Return the token at which an engine that has computed the first ``front`` tokens of a hit would
+        meet a load of the tokens before ``back``; see :meth:`~tierstore.planner.Planner.meeting_point`."""
         return self._planning.meeting_point(hit, front, back)
 
     def decline(self, hit: Hit, planned: Plan) -> None:
@@ -313,24 +313,23 @@ class Store:
     def fetch_remote(
         self, hit: Hit, *, tokens: int | None = None, deadline_s: float | None = None
     ) -> Transfer[int] | None:
-        """Fetch the pages behind a hit that other hosts have (``hit.remote_tokens``) into the daemon's
-        memory, up to ``tokens`` of the prompt (None: all). Return None if there are none, or if computing
-        them is faster according to the measurements.
-
-        The result is the number of pages that arrived in time: within ``deadline_s``, or by default within
-        the time that computing them takes, at most 2 s. Look the prompt up again to use the pages. The hit
-        does not change, and the caller still has to release it."""
+        """Fetch the pages after a hit that other hosts have (``hit.remote_tokens``) into the daemon's memory,
+        up to ``tokens`` tokens of the prompt (None: all). Return None if there are none, or if the
+        measurements say that computing them is faster. The result is the number of pages that arrived in
+        time: within ``deadline_s`` seconds, or by default within the time that computing them takes, at most
+        2 s. Look up the prompt again to use the pages. The hit does not change, and the caller still has to
+        release it."""
         self._check_hit(hit)
         return self._planning.fetch_remote(hit, tokens, optional_seconds("deadline_s", deadline_s))
 
     def worth_fetching(self, behind: int, tokens: int, nbytes: int) -> float | None:
-        """Return how long to wait for ``nbytes`` of other hosts' pages: the time that computing their
-        ``tokens`` tokens after ``behind`` others takes, at most 2 s. Return None if computing is faster."""
+        """Return how many seconds to wait for ``nbytes`` of other hosts' pages: the time to compute their
+        ``tokens`` tokens after the first ``behind`` ones, at most 2 s; None if computing is faster."""
         return self._planning.worth_fetching(behind, tokens, nbytes)
 
     def offer(self, hit: Hit) -> None:
-        """Report that the pages of a hit are in use again, so that those below HBM are offered to other
-        hosts. (Lookups report it, too, but there are none if HBM has the whole chain.)"""
+        """Report that a hit's pages are in use again, so that the daemon offers their copies below HBM to
+        other hosts. (Lookups report it, too, but a daemon sees none if HBM has the whole chain.)"""
         self._loader.offer(hit)
 
     # -- saving --------------------------------------------------------------------------------------
@@ -345,21 +344,21 @@ class Store:
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Store ``pages`` of a layer group as chunks ``first, first + 1, …`` of ``prompt``. The last may be
-        its partial tail. If the group's pages are chained, the chunks before ``first`` must have been saved
-        already. For other groups, save the chunks that a hit needs (``store.groups[group].chunks``), in any
-        order.
+        """Store ``pages`` of a layer group as the chunks ``first, first + 1, …`` of ``prompt``. The last page
+        may be the prompt's partial tail. If the group's pages are chained, the chunks before ``first`` must
+        have been saved already. For other groups, save the chunks that a hit needs
+        (``store.groups[group].chunks``), in any order.
 
         Each page is a buffer of ``page_bytes`` that must not change before the transfer ends. Then its bytes
-        are in the host tier, and they go to disk in the background (see :meth:`flush`). The result is the
-        number of stored tokens. Pages that were already stored count, but are not copied again.
+        are in the host tier, and the store writes them to disk in the background (see :meth:`flush`). The
+        result is the number of stored tokens. Pages that were already stored count, but are not copied again.
 
         ``hint`` says what the caller knows about the future use of the pages. ``session`` is any name for
         their conversation (see :mod:`tierstore.types` and :meth:`finish`). Neither changes what is found or
-        loaded, only what a full tier evicts first. A save without pages can carry them, too. For named pages,
-        the end of the last page is a save point of the session, and the save points that it supersedes are
-        dropped (:mod:`tierstore.retention`). Save without a session where prompts diverge: such a point does
-        not belong to one conversation."""
+        loaded, only what a full tier evicts first. A save without pages can have them, too. The end of the
+        last named page is a save point of the session: a position where a hit may end. Save points that it
+        supersedes are dropped (:mod:`tierstore.retention`). Save without a session where prompts diverge,
+        because such a save point belongs to several conversations."""
         source = Buffers(pages, self._finder.group(group).page_bytes, writable=False)
         return self.save_from(
             prompt, source, len(source), first=first, group=group, hint=hint, session=session
@@ -376,7 +375,7 @@ class Store:
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Like :meth:`save`, for ``count`` pages from a ``source`` instead of buffers. After ``cancel()`` the
+        """Do :meth:`save` for ``count`` pages from a ``source`` instead of buffers. After ``cancel()``, the
         source is not read any more. Pages that were read before are stored."""
         self._require_open()
         hints = SaveHints(hint, session)
@@ -392,8 +391,8 @@ class Store:
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Like :meth:`save`, for pages of the group's pool that the caller owns. They are published in place,
-        become read-only, and stay cached after ``release_hbm``."""
+        """Do :meth:`save` for pages of the group's pool that the caller owns. They are published without
+        being moved, become read-only, and stay cached after ``release_hbm``."""
         self._require_open()
         self._pool(group)
         prompt = prompt if isinstance(prompt, Prompt) else self.prompt(prompt)
@@ -402,13 +401,13 @@ class Store:
 
     def supersede(self, pages: Prompt, session: str) -> None:
         """Declare that named pages of a session will not be requested again. Pages that no other session has
-        saved leave every tier: at once if nothing holds them, otherwise before all others."""
+        saved leave every tier: immediately if nothing holds them, otherwise before all other pages."""
         self._require_open()
         self._saver.supersede(pages, session)
 
     def finish(self, session: str) -> int:
-        """End a session. Its pages are now evicted first, unless another session, or a save without one, has
-        saved them or continued from them. Return their number, 0 for an unknown session."""
+        """End a session. From now on, its pages are evicted first, unless another session, or a save without
+        a session, has saved them or continued from them. Return their number; 0 for an unknown session."""
         self._require_open()
         with self._hbm.lock:
             in_hbm = self._hbm.sessions.finish("", session)
@@ -416,7 +415,7 @@ class Store:
         return in_hbm if below is None else below
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all saved pages are on disk or were given up. Return False after ``timeout`` seconds."""
+        """Wait until all saved pages are on disk or given up. Return False after ``timeout`` seconds."""
         self._require_open()
         timeout = optional_seconds("timeout", timeout)
         ends = None if timeout is None else time.monotonic() + timeout
@@ -427,23 +426,24 @@ class Store:
     # -- room in HBM (for the engine that owns the pools) ----------------------------------------------
 
     def allocate_hbm(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
-        """Return ``count`` private pages of a group's pool, evicting cached ones if needed; None if there are
-        not enough. The pools share one memory: pages are evicted from the group with most unused cached
-        pages. ``near`` are pages of the same sequence, which a pool of two levels keeps together."""
+        """Return ``count`` private pages of a group's pool, and evict cached pages if needed; None if there
+        are not enough. The pools share one memory: pages are evicted from the group with the most unused
+        cached pages. ``near`` are pages of the same sequence, which a pool of two levels keeps together."""
         self._pool(group)
         count = whole_number("count", count, least=0)
         with self._hbm.lock:
             return self._hbm.allocate(count, group, near=near)
 
     def resize_hbm(self, nbytes: int) -> PoolSize:
-        """Change the memory of all groups' pools to ``nbytes``. Growth takes effect at once, as far as there
-        is memory. When the pool shrinks, free and cached pages are dropped at once. Pages in use are dropped
-        when they are released. Pages in use never move. Raise :class:`UsageError` for an impossible size."""
+        """Change the memory of all groups' pools to ``nbytes``. Growth takes effect immediately, as far as
+        there is memory. When the pools shrink, free and cached pages are dropped immediately, and pages in
+        use, which never move, when they are released. Raise :class:`UsageError` for an impossible size."""
         self._hbm.require_process()
         pool = self._hbm.pool(0)
         nbytes = whole_number("nbytes", nbytes, least=1)
         with self._hbm.lock:
-            self._hbm.resize(nbytes)
+            pool.resize(nbytes)
+            self._hbm.shrink()
         pool.settle(wait=True)
         return pool.large_pages.size
 
@@ -454,7 +454,7 @@ class Store:
             self._hbm.release(hbm_pages, group)
 
     def lose_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
-        """Stop to serve pages whose content is lost. They stay allocated until nothing holds them."""
+        """Stop serving pages whose content is lost. They stay allocated until nothing holds them."""
         self._hbm.lose(checked_hbm_pages(self._pool(group), hbm_pages), group)
 
     def available_hbm(self, *, group: int = 0) -> int:
@@ -475,9 +475,9 @@ class Store:
 
     def evict(self, tier: str, pages: int | None = None, *, group: int | None = None) -> int:
         """Evict up to ``pages`` pages (None: all that may leave) from ``tier`` (``hbm``, ``host`` or
-        ``disk``) in the policy's order. ``group`` selects the pool in HBM (None: any). Return how many were
-        evicted. Leased and pinned pages stay. Raise :class:`UsageError` for a group with a tier that all
-        groups share."""
+        ``disk``) in the policy's order. Leased and pinned pages stay. ``group`` selects the pool in HBM
+        (None: all); the groups share the other tiers. Return the number of evicted pages. Raise
+        :class:`UsageError` for a group with a shared tier."""
         self._require_open()
         if tier not in LABELS:
             raise UsageError(f"unknown tier {tier!r} (known: {', '.join(LABELS)})")
@@ -490,21 +490,21 @@ class Store:
         return self._hbm.evict_from(groups if self.pools else (), count)
 
     def pin(self, prompt: Prompt | TokenIds) -> int:
-        """Keep everything that the longest hit of whole chunks of ``prompt`` needs in the store until
-        :meth:`unpin`. Return the tokens of this hit. A pin keeps a page's coldest copy, not faster ones."""
+        """Keep everything that the longest hit of whole chunks of ``prompt`` needs, in the slowest tier that
+        has it, until :meth:`unpin`. Return the tokens of this hit. Copies in faster tiers may be evicted."""
         self._require_open()
         return self._pins.pin(prompt)
 
     def unpin(self, prompt: Prompt | TokenIds) -> int:
         """Undo the newest :meth:`pin` of exactly this prompt by the same tenant. Return the tokens that this
-        pin has kept, 0 if there was none. Pins of other prompts on the same pages stay."""
+        pin has kept; 0 if there was none. Pins of other prompts with the same pages stay."""
         self._require_open()
         return self._pins.unpin(prompt)
 
     # -- seeing and ending ---------------------------------------------------------------------------
 
     def stats(self) -> StoreStats:
-        """Return a snapshot: HBM and this store's requests, and everything below HBM from the backend."""
+        """Return a snapshot of HBM and of this store's requests, and of everything below HBM."""
         self._hbm.require_process()
         return self._hbm.stats_over(self.backend.stats(), failed_tasks=self._mover.failed_tasks)
 
@@ -516,8 +516,8 @@ class Store:
         self.backend.check()
 
     def wait_connected(self, timeout: float | None = None) -> bool:
-        """Wait until the backend answers. Return False after ``timeout`` seconds. Calling it is optional:
-        until a daemon answers, every lookup is a miss."""
+        """Wait until the backend answers. Return False if ``timeout`` seconds pass first. This is optional:
+        until a daemon answers, lookups find only pages in HBM."""
         self._hbm.require_process()
         return self.backend.wait_connected(optional_seconds("timeout", timeout))
 
@@ -538,9 +538,9 @@ class Store:
         return self._hbm.closed
 
     def close(self) -> None:
-        """Finish running operations and release everything. Idempotent."""
+        """Finish running operations and release everything. Repeated calls do nothing."""
         if self._hbm.forked:
-            return  # nothing here belongs to this process
+            return  # a forked child owns none of these objects
         with self._hbm.lock:
             if self._hbm.closed:
                 return
@@ -576,8 +576,8 @@ def checked_lookup_s(lookup_s: float) -> float:
 
 def checked_pools(spec: KVSpec, pools: PagePool | Sequence[PagePool] | None) -> tuple[PagePool, ...]:
     """Return the pools as a tuple. Raise :class:`UsageError` if the chunks are too short for a name, or if
-    the pools do not match the layer groups. A pool's spec may lack the hash of a hashed layout, because an
-    engine knows the tokens."""
+    the pools do not match the layer groups. A pool's spec may be without the hash of a hashed layout, because
+    an engine knows the tokens."""
     groups = groups_of(spec)
     if by_kind(groups)[1] and spec.chunk_tokens < LEAST_NAMED_TOKENS:
         raise UsageError(
@@ -607,22 +607,22 @@ def lookup_all(
     gain: int = 0,
     counted: bool = True,
 ) -> list[Hit]:
-    """Look up many prompts, in one store or in several. All are requested before any answer is awaited, and
-    ``lookup_s`` (the longest of the stores') is the limit for all together. The hits are in the order of
-    ``wanted``.
+    """Look up many prompts, in one store or in several. All requests are sent before the first answer is
+    awaited, and ``lookup_s`` (the longest of the stores') limits the time of all lookups together. The hits
+    are in the order of ``wanted``.
 
-    ``gain`` is for pages that the caller has named: the tokens that a prompt need not compute if its missing
-    pages come from other hosts (0: do not ask other hosts). ``counted``: see :meth:`Store.lookup`. If it
-    raises an error of :meth:`Store.lookup`, nothing is leased.
+    ``gain`` is for pages that the caller has named: the number of tokens that need not be computed if the
+    missing pages are fetched from other hosts (0: do not search other hosts). ``counted``: see
+    :meth:`Store.lookup`. If an error of :meth:`Store.lookup` is raised, nothing stays leased.
 
-    An engine may have a prompt for each pair of worker and KV cache group. One round trip for each could
-    exceed its time limit.
+    An engine may have a prompt for each pair of worker and KV cache group. Separate round trips for all of
+    them could exceed its time limit.
     """
     began = time.monotonic()
     lookups: list[Lookup] = []
     hits: list[Hit] = []
     try:
-        for store, prompt in wanted:  # the backend works on the first while the next is made
+        for store, prompt in wanted:  # the backend works on the first request while the next one is made
             store._require_open()
             lookup = store._finder.begin(
                 prompt, max_tokens=max_tokens, began=began, gain=gain, counted=counted
