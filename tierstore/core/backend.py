@@ -21,7 +21,6 @@ from tierstore.backend import (
     HitLease,
     HitRequest,
     Lease,
-    Located,
     LookupRequest,
     PrefixHandle,
     Registration,
@@ -29,7 +28,7 @@ from tierstore.backend import (
     SaveHints,
 )
 from tierstore.codec import NONE
-from tierstore.core.clients import Client, LocalLease, Refusal
+from tierstore.core.clients import Client, Refusal
 from tierstore.core.core import Core, open_tiers
 from tierstore.core.hits import HitView
 from tierstore.core.lookups import Lookups
@@ -42,7 +41,6 @@ from tierstore.index import LABELS, Tier
 from tierstore.keys import nested_tenant
 from tierstore.planner import TierRate
 from tierstore.policy import DEFAULT_POLICY, POLICIES
-from tierstore.stats import StoreStats
 from tierstore.tiers.device import DeviceError
 from tierstore.tiers.disk import DiskTier, FileIO
 from tierstore.tiers.disk.keyring import open_keyring
@@ -75,6 +73,12 @@ class LocalBackend:
         self.lookups = Lookups(core, self.client, self)
         self.reading = Reading(core, self.client)
         self.writing = Writing(core, self.client, self.lookups, self)
+        # Bound methods of the parts, as in RemoteBackend.
+        reading, writing = self.reading, self.writing
+        self.batch_pages, self.locate, self.prefetch = reading.batch_pages, reading.locate, reading.prefetch
+        self.report_damage, self.holds, self.release = reading.report_damage, reading.holds, reading.release
+        self.write, self.commit, self.abort = writing.write, writing.commit, writing.abort
+        self.flush, self.stats, self.check = core.flush, core.stats, core.check
         self._state = core.state
         self._owns_core = owns_core
         self._registrations: dict[bytes, Registration] = {}
@@ -184,26 +188,6 @@ class LocalBackend:
             return Transfer.completed(None)
         return self.lookups.expect(view, chunks * view.chunk_tokens, wait_s=wait_s)
 
-    def batch_pages(self, lease: Lease, first: int) -> int:
-        return self.reading.batch_pages(lease, first)
-
-    def locate(
-        self, lease: Lease, first: int, count: int, *, wait_s: float | None
-    ) -> Transfer[Located | None]:
-        return self.reading.locate(_local(lease), first, count, wait_s=wait_s)
-
-    def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
-        return self.reading.prefetch(_local(lease), first=first, wait_s=wait_s)
-
-    def report_damage(self, lease: Lease, position: int) -> None:
-        self.reading.report_damage(_local(lease), position)
-
-    def holds(self, lease: Lease) -> bool:
-        return self.reading.holds(_local(lease))
-
-    def release(self, lease: Lease) -> None:
-        self.reading.release(lease)
-
     # -- other hosts -----------------------------------------------------------------------------------
 
     @property
@@ -238,15 +222,6 @@ class LocalBackend:
         handle: PrefixHandle | None = None,
     ) -> Transfer[Reservation | None]:
         return self.writing.reserve(self._view(request, handle), first, count, hints=hints)
-
-    def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
-        return self.writing.write(reservation, first, frames)
-
-    def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
-        return self.writing.commit(reservation, checksums)
-
-    def abort(self, reservation: Reservation) -> None:
-        self.writing.abort(reservation)
 
     # -- pins, eviction, statistics ------------------------------------------------------------------
 
@@ -300,15 +275,6 @@ class LocalBackend:
         self._followers.append(follower)
         self.core.forgetting.followers.append(follower)
 
-    def flush(self, timeout: float | None) -> bool:
-        return self.core.flush(timeout)
-
-    def stats(self) -> StoreStats:
-        return self.core.stats()
-
-    def check(self) -> None:
-        self.core.check()
-
     @property
     def connected(self) -> bool:
         return True
@@ -349,11 +315,6 @@ class LocalBackend:
         self.end()
         if self._owns_core:
             self.core.close()
-
-
-def _local(lease: Lease) -> LocalLease:
-    assert isinstance(lease, LocalLease), "the lease is of another backend"
-    return lease
 
 
 def open_core(

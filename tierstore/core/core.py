@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 _QUEUE_FRACTION = 1 / 2  # share of the host tier that may wait to be written to disk
 MOST_TENANT_IDENTITIES = 4096  # identities of one tenant that have a client or pages in memory
 _SPARE_IDENTITIES = 1024  # number of new identities after which unused identities are swept again
-# most entries stored when the store is closed: 768 KiB. Also at most 12 bytes per 4 KiB of the disk tier.
+# Most departures that are stored when the store is closed: 768 KiB, if the disk tier has at least 256 MiB.
 KEPT_DEPARTURES = 1 << 16
 _THREADS = 4  # threads for disk lookups and other slow work
 
@@ -101,7 +101,7 @@ class Core:
         # number of clients that have registered an identity, by digest
         self._registrations: Counter[bytes] = Counter()
         self._swept = 0  # number of registered identities after the last sweep
-        self._forgotten_bytes = 0  # value of ``index.forgotten_bytes`` when clients last dropped such pages
+        self._forgotten_bytes = 0  # ``index.forgotten_bytes`` when clients last dropped removed pages
         self.hit_tokens: Counter[tuple[str, str]] = Counter()  # by (tenant, tier)
         self.lookup_tokens: Counter[str] = Counter()  # by tenant
         self._write_worth: dict[str, WriteWorth] = {}  # by tenant
@@ -120,8 +120,8 @@ class Core:
         self.forgetting.start()
 
     def write_worth(self, tenant: str) -> WriteWorth:
-        """Return a tenant's measure of whether its disk reads pay, which decides whether its saves go to
-        disk. Needs the lock."""
+        """Return the measurement that decides whether a tenant's saves are written to disk. Needs the
+        lock."""
         worth = self._write_worth.get(tenant)
         if worth is None:
             worth = self._write_worth[tenant] = WriteWorth(self.state.clock)
@@ -155,7 +155,7 @@ class Core:
     def register(self, client: Client, registration: Registration) -> int:
         """Register an identity for ``client`` and return its number for this client. The core keeps the
         identity as long as the client is connected or the identity has pages. Raise :class:`Refusal` at a
-        limit, and errors as :meth:`know` does."""
+        limit, and the errors of :meth:`know`."""
         digest = registration.identity.digest
         with self.state.lock:
             self._require_room(client.tenant, digest)
@@ -213,7 +213,6 @@ class Core:
     # -- statistics and shutdown ---------------------------------------------------------------------
 
     def _capacities(self) -> dict[str, int]:
-        """Return the capacities in bytes by tier, fastest first."""
         tiers: dict[Tier, int] = {}
         if self.host is not None:
             tiers[Tier.HOST] = self.host.capacity_bytes

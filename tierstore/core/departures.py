@@ -59,7 +59,7 @@ _NO_TIER = 3
 
 
 class Departure(NamedTuple):
-    """Why and when a page left, and the last tier that it was in (None if it was in no tier)."""
+    """Why and when a page left its last tier, and which tier that was (None if it was in no tier)."""
 
     cause: Cause
     tier: Tier | None
@@ -92,8 +92,8 @@ class Departures:
     def note(
         self, identity: bytes, key: bytes, cause: Cause, tier: Tier | None = None, nbytes: int = 0
     ) -> None:
-        """Record that a page of ``nbytes`` has left its last tier, or was not stored. If the page leaves the
-        host tier because it could not be written to disk, the cause stays the reason for that."""
+        """Record that a page of ``nbytes`` has left its last tier, or was not stored. If the page is evicted
+        from the host tier after it could not be written to disk, the reason for that stays its cause."""
         now_s = int(self._clock())
         mark, first = self._place(identity, key)
         place = self._find(mark, first)
@@ -128,7 +128,7 @@ class Departures:
         return Departure(self._cause(place), None if tier == _NO_TIER else Tier(tier), self._times[place])
 
     def _place(self, identity: bytes, key: bytes) -> tuple[int, int]:
-        """Return a page's fingerprint (with the cause and tier bits 0), and the first place of its row."""
+        """Return a page's fingerprint (its bits for cause and tier are 0), and the first place of its row."""
         hashed = blake2b(identity + key, digest_size=8, key=self._secret).digest()
         mark = int.from_bytes(hashed, "little") & ~_FACTS
         return mark, (mark >> _ROW_SHIFT & self._row_mask) * _ROW

@@ -46,7 +46,7 @@ class DiskMoves:
         self._memory: Memory | None = None
         self._pages = 0
         self._bytes = 0
-        self._leaving: dict[int, Page] = {}  # pages that have moved, by the old place if it is still read
+        self._leaving: dict[int, Page] = {}  # moved pages whose old place is still read, by that place
 
     def stats(self) -> MoveStats:
         return MoveStats(self._pages, self._bytes)
@@ -64,7 +64,7 @@ class DiskMoves:
         assert page_table is not None
         found = [page for places in self._space.bytes_of(window) for page in page_table.within(places)]
         if len(found) != sum(slab.used_slots for slab in window.slabs):
-            return []  # some pages are about to leave
+            return []  # some of these pages are about to leave
         with self._state.lock:
             if not all(self._may_move(serial) for serial, _, _ in found):
                 return []
@@ -143,7 +143,7 @@ class DiskMoves:
                 self._state.residency.damaged_on_disk(page)
             elif page is None and self._state.eviction.leaves_disk(record.serial):
                 self._state.counters.damaged_pages += 1
-            # Otherwise pages below it exist, and the next lookup finds the damage.
+            # A damaged page with other pages below it stays. The next lookup finds the damage.
 
     def _ledger_place(self, record: PageRecord) -> int | None:
         assert self._state.page_table is not None

@@ -6,9 +6,9 @@ evicted, a tenth to a fifth of the disk would be idle under traffic of mixed siz
 
 * A class that has pages among the worst 1/32 of all bytes evicts those pages: each frees a usable slot at
   once. This is the usual case, because in steady traffic the pages of all classes have similar ages.
-* Any other class has to **grow** at the expense of the classes with the worst pages. It evicts the worst
-  pages of all classes, for as many bytes as the slabs that it needs. Then the emptiest windows are chosen
-  (tiers/disk/space.py), and their remaining pages move to the freed slots (disk_moves.py).
+* Any other class has to **grow** at the expense of the classes with the worst pages. Such a class evicts the
+  worst pages of all classes, as many bytes as the slabs have that it needs. Then the emptiest windows are
+  chosen (tiers/disk/space.py), and their remaining pages move to the freed slots (disk_moves.py).
 * **Idle** space in slabs of classes that are no longer written is collected by moving pages, without
   evictions. If the idle space consists of gaps between slabs, too small for new pages, pages next to the gaps
   move away, and the gaps are joined.
@@ -55,7 +55,7 @@ _LEAST_INDEX_PAGES = 16  # records in a page of the LMDB index: fewer evictions 
 
 class DiskRoom:
     """Makes room for the store's writer, on the writer's thread. ``commit`` makes pending removals durable.
-    ``moves`` counts the pages that were moved for this."""
+    ``moves`` counts the pages that were moved to make room."""
 
     def __init__(self, state: StoreState, disk: DiskTier, commit: Callable[[], bool]) -> None:
         self._state = state
@@ -107,7 +107,7 @@ class DiskRoom:
                 self._empty_windows(nbytes, wanted, joining=True)
             if self._has_room(nbytes) or self._empty_windows(nbytes, wanted):
                 return True
-            # Or use only the slots freed for this class: the other classes find new slots more easily.
+            # Otherwise make room only for this class, because the other classes find slots more easily.
             if len(wanted) > 1 and self._empty_windows(nbytes, alone):
                 return True
             spare = 0
@@ -166,7 +166,6 @@ class DiskRoom:
         return evicted
 
     def _most_pages(self, nbytes: int) -> int:
-        """Return how many pages of ``nbytes`` may be evicted at once."""
         return min(max(int(self._capacity_bytes * _SHARE) // nbytes, 1), _MOST_PAGES)
 
     def _windows_for(self, nbytes: int, pages: int) -> int:
@@ -237,7 +236,7 @@ class DiskPlacement:
         return placed
 
     def _put_in_place(self, page: Page, place: int | None, encoded: Encoded | None) -> bool:
-        # These conditions may have changed: making room can evict the parent, and a forget the page itself.
+        # Check only now: making room may have evicted the parent, and the page may have been forgotten.
         in_host = page.copies[Tier.HOST]
         wanted = in_host is not None and in_host.ready
         wanted = wanted and self._disk.session_keys.admits(page.identity, page.key_session)

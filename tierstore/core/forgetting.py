@@ -26,9 +26,9 @@ other sessions use, and also after a restart: the page table has the number of e
 are removed with all pages behind them, and the second step removes the keys.
 
 With a **maximum age**, each lookup first marks the pages in the tree that are too old, and no page on disk
-that is too old enters the tree. A thread removes these pages as it removes a session's pages. It also reads
-all records on disk at the interval :func:`expiry_s`. Ages follow the wall clock, because pages must also age
-while no process runs."""
+that is too old enters the tree. A thread removes these pages as it removes a session's pages. The thread also
+reads all records on disk, at the interval :func:`expiry_s`. Ages follow the wall clock, because pages must
+also age while no process runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 _MARKED_AT_ONCE = 4096  # pages under one hold of the lock: takes several milliseconds
 _AT_ONCE = 256  # pages that leave memory or the disk under one hold of the lock
 _READ_AT_ONCE = 4096  # records read from the disk's index at once
-_MOST_UNCOMMITTED = 4096  # removals that wait for a commit
+_MOST_UNCOMMITTED = 4096  # most removals that may wait for a commit
 _KEPT_FORGETS = 256
 _PAUSE_S = 0.5  # minimum time between removals of pages that lookups found too old: each searches all pools
 _NAME_BYTES = 8
@@ -191,8 +191,8 @@ class Forgetting:
 
     @property
     def told(self) -> int:
-        """The number up to which pools have been notified of all forgets, also of those before a restart if
-        there is a disk. Several forgets may run at once and end in any order."""
+        """The number of the last forget for which pools were notified of it and of all earlier ones. (Several
+        forgets may run at once and end in any order.) With a disk, the number continues after a restart."""
         with self._state.lock:
             return self._told_but(0)
 
@@ -206,7 +206,6 @@ class Forgetting:
         return min(self._untold - {number}, default=self._log.last + 1) - 1
 
     def _note(self, what: Forgettable) -> int:
-        """Record a forget in the log. Return its number. Needs the lock."""
         of_session = what.session is not None
         self._log.add((what.tenant or "") if of_session else what.tenant, None if of_session else what.model)
         self._untold.add(self._log.last)
@@ -424,7 +423,7 @@ class Forgetting:
                 # key.
                 dropped = keyring.drop(lambda scope: scope.session == session)
                 with state.lock:
-                    again = state.index.of_session(NO_SESSION, session)  # pages of saves that were running
+                    again = state.index.of_session(NO_SESSION, session)  # pages that running saves have added
                 self._mark(again, erased=True)
                 with state.lock:
                     on_disk.update(_on_disk(again))
@@ -463,8 +462,8 @@ class Forgetting:
     # -- pools ---------------------------------------------------------------------------------------
 
     def _tell(self, forgotten: ForgottenPages, forget: int = 0) -> None:
-        """Notify the pools after forget number ``forget``. No lookup has found the pages since they were
-        marked."""
+        """Notify the pools of forgotten pages, which were marked before. ``forget`` is the number of the
+        forget; 0 for pages that were too old."""
         with self._telling:
             with self._state.lock:
                 told = self._told_but(forget)

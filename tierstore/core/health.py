@@ -28,10 +28,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from tierstore.defaults import STALL_S
 from tierstore.tiers.disk import DiskTier
+from tierstore.transfer import Transfer
 
 _READ_FAILURES = 3  # failed reads in a row before a tier is offline
 _FIRST_RETRY_S = 1.0
@@ -61,20 +62,6 @@ class TierHealth:
     errors: Mapping[str, int]
 
 
-class _Backoff:
-    """Waiting times between probes: each is twice the previous one, up to a minute."""
-
-    def __init__(self) -> None:
-        self._next_s = _FIRST_RETRY_S
-
-    def take(self) -> float:
-        taken, self._next_s = self._next_s, min(2 * self._next_s, _MOST_RETRY_S)
-        return taken
-
-    def reset(self) -> None:
-        self._next_s = _FIRST_RETRY_S
-
-
 class Health:
     """The health of one tier. Not thread-safe: the store locks."""
 
@@ -90,7 +77,8 @@ class Health:
         self._stalled = False
         self.stalls = 0  # how often a call has run for too long
         self._failures: Counter[str] = Counter()  # consecutive failed reads, by what was read
-        self._backoffs = {Condition.READ_ONLY: _Backoff(), Condition.OFFLINE: _Backoff()}
+        # the time until the next probe, after each failed probe twice as long
+        self._next_retry_s = {Condition.READ_ONLY: _FIRST_RETRY_S, Condition.OFFLINE: _FIRST_RETRY_S}
         self._shown = Condition.ONLINE
         self._shown_reason = ""
         self._since = clock()
@@ -136,7 +124,7 @@ class Health:
     def written(self) -> None:
         """Record that pages became durable."""
         if self._fault is Condition.ONLINE:
-            self._backoffs[Condition.READ_ONLY].reset()
+            self._next_retry_s[Condition.READ_ONLY] = _FIRST_RETRY_S
 
     def read_failed(self, error: OSError, what: str = "pages") -> None:
         """Record that reading ``what`` failed. Failures are counted separately for pages and records, because
@@ -150,7 +138,7 @@ class Health:
         """Record that reading ``what`` succeeded."""
         del self._failures[what]
         if self._fault is not Condition.OFFLINE:
-            self._backoffs[Condition.OFFLINE].reset()
+            self._next_retry_s[Condition.OFFLINE] = _FIRST_RETRY_S
 
     def probe_succeeded(self) -> None:
         self._fault = self._best
@@ -189,7 +177,9 @@ class Health:
             return  # another error of a known fault
         self._fault = condition
         self._reason = reason
-        self._retry_at = self._clock() + self._backoffs[condition].take()
+        retry_s = self._next_retry_s[condition]
+        self._retry_at = self._clock() + retry_s
+        self._next_retry_s[condition] = min(2 * retry_s, _MOST_RETRY_S)
         self._show()
 
     def _show(self) -> None:
@@ -259,12 +249,6 @@ _log = logging.getLogger(__name__)
 _NOTHING_UNDER_WAY_S = 1.0  # time between checks while no call is running
 
 
-class Ends(Protocol):
-    """A transfer that waits for the disk and can end without it."""
-
-    def finish(self) -> None: ...
-
-
 class StallDetector:
     """Watches one disk tier for calls that do not return. Without a disk, it reports no stalls."""
 
@@ -272,7 +256,7 @@ class StallDetector:
         self._disk = disk
         self._health = health
         self._changed = changed  # condition of the store's lock
-        self.waiting: set[Ends] = set()  # transfers to finish when the disk stalls; guarded by the lock
+        self.waiting: set[Transfer[Any]] = set()  # transfers to finish when the disk stalls (needs the lock)
 
     def poll(self) -> float:
         """Check how long the oldest call has run. If the disk has stalled, finish the waiting transfers. Log

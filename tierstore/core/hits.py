@@ -71,7 +71,7 @@ class HitSearch:
         self.founds: Sequence[FoundPages] = ()
         self.reached: Sequence[int] = ()
         self.explained: tuple[int, list[Miss]] | None = None
-        """A length of the hit, and the reasons why the tokens after it are missed. None if not requested."""
+        """The hit's length and the misses after it; None until they are explained."""
         self.looks: list[Callable[[], PageLease]] = []
         """The disk lookups that the search needs before it can continue; empty if it stopped after ``most``
         names."""
@@ -130,11 +130,9 @@ class HitSearch:
         return last if last is not None and last[0] == lacking else self._ask(at, lacking)
 
     def _lacking(self, at: int, ends: Sequence[int]) -> list[int]:
-        """Return the ends of those of a group's pages that the caller lacks."""
         return [end for end in ends if end not in self._here[at]]
 
     def _ask(self, at: int, ends: Sequence[int]) -> tuple[Sequence[int], NamedView, FoundPages]:
-        """Look up a group's pages in the tree and keep the result."""
         pages = self.view.pages(self.view.named[at], ends)
         self._last[at] = asked = ends, pages, pages.find(self._state, pages.num_tokens)
         return asked

@@ -6,11 +6,12 @@ page, the load waits for it instead of reading the page twice. If a page cannot 
 evicted, a disk error), the load is *cut* before that page, because the later pages would be useless.
 
 A hit can be larger than the host tier. The host tier may then be full of the hit's later pages, or of pages
-that were copied already. The load releases those of them that are also on disk, because the leading pages are
-needed first.
+that were copied already. The load then releases its holds on pages that are also on disk, because the leading
+pages are needed first.
 
 When the disk stops answering, the stall detector (``health.py``) ends the loads that wait for it. Reads that
-hang keep their host slots and leases until they return. After that, later loads can use their pages.
+hang keep their host slots and leases until they return. Pages that such a read has loaded can still be used
+by later loads.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class HostLoad(Generic[R]):
     """A load of ``pages`` into the host tier.
 
     ``lease`` holds the pages, in this order, where they are now. The load moves its holds to the host tier.
-    ``result`` is called once, at the end, under the state's lock. Then the lease is released.
+    ``result`` is called once, at the end, under the state's lock and before the lease is released.
     """
 
     def __init__(
@@ -178,7 +179,6 @@ class HostLoad(Generic[R]):
         return True
 
     def _left_s(self, otherwise: float) -> float:
-        """Return the seconds until the deadline; ``otherwise`` without a deadline."""
         left = self.transfer.remaining_s
         return otherwise if left is None else left
 
@@ -248,7 +248,6 @@ class HostLoad(Generic[R]):
         return [_DiskMove(move.position, move.page, Tier.HOST) for move in good]
 
     def _await_others(self, others: list[tuple[int, Page]]) -> list[_DiskMove]:
-        """Wait for pages that other loads read, and hold them."""
         state = self._state
         moves = []
         for position, page in others:
@@ -266,7 +265,6 @@ class HostLoad(Generic[R]):
         return moves
 
     def _hold(self, moves: Sequence[_DiskMove]) -> None:
-        """Add the loaded pages to the lease if it has not ended."""
         with self._state.lock:
             for move in moves:
                 if not self._lease.released:

@@ -39,8 +39,8 @@ from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity, Prompt, chunk_key
 from tierstore.spec import KVSpec, is_hashed
 
 _MOST_IDENTITIES = 32  # other identities that are searched for the prompt
-_MOST_ENDS = 512  # lengths of a hit that are considered between the hit and the branch
-_MOST_LENGTHS = 8  # lengths of a hit for which all pages are looked up
+_MOST_ENDS = 512  # most lengths of a hit that are considered
+_MOST_LENGTHS = 8  # most lengths of a hit for which all pages are looked up
 _ONE_BY_ONE = 512  # missing pages that are examined one by one: takes a millisecond
 _MOST_RECENT = 256  # requests that are remembered
 _HOUR = 60  # minutes
@@ -221,7 +221,6 @@ class Misses:
         )
 
     def _this_minute(self) -> dict[str, int]:
-        """Return the counts of the current minute."""
         now_s = self._state.clock()
         if now_s >= self._minute_ends:
             minute = int(now_s // 60)
@@ -287,7 +286,7 @@ class Misses:
         for end, key, page in zip(ends, pages.keys, in_tree, strict=True):
             first = end - chunk_tokens
             if end in here and misses:
-                miss = replace(misses[-1], first=first, tokens=chunk_tokens)  # no use without earlier pages
+                miss = replace(misses[-1], first=first, tokens=chunk_tokens)  # useless without earlier pages
             else:
                 known = self._in_tree(page, misses, first, chunk_tokens) if page is not None else None
                 departure = self._state.departures.of(identity, key) if known is None else None
@@ -301,8 +300,9 @@ class Misses:
     # -- a layer group that lacks pages ----------------------------------------------------------------
 
     def _group_misses(self, view: HitView, hit: int, branch: int) -> Iterator[Miss]:
-        """Yield why the hit is shorter than the chains. Up to the last length whose named pages were all
-        stored once, the reason is that they have left. After that length, they were never saved."""
+        """Yield why the hit is shorter than the stored prefix of the groups with chained pages. Up to the
+        last length whose named pages were all stored once, the reason is that they have left. After that
+        length, they were never saved."""
         chunk = view.chunk_tokens
         whole = branch - branch % chunk
         ends = [branch, *range(whole - (whole == branch) * chunk, hit, -chunk)]
@@ -431,7 +431,6 @@ class Misses:
         return None
 
     def _of(self, departure: Departure, first: int, tokens: int) -> Miss:
-        """Return the miss of a page with this departure."""
         cause, tier, at_s = departure
         age_s = float(max(self._state.departures.now_s() - at_s, 0))
         label = tier.label if tier is not None else ""
@@ -456,13 +455,13 @@ class Misses:
         tail = limit - max(whole, first) if chain.registration.identity.whole_pages else 0
         if first + tail < limit:
             rest = limit - tail - first
-            yield (None if following else self._diverged(search, chain, first, rest)) or Miss(
+            yield (None if following else self._diverged(chain, first, rest)) or Miss(
                 MissReason.NEVER_SAVED, first, rest
             )
         if tail > 0:
             yield Miss(MissReason.TAIL, limit - tail, tail)
 
-    def _diverged(self, search: HitSearch, chain: ChainView, first: int, tokens: int) -> Miss | None:
+    def _diverged(self, chain: ChainView, first: int, tokens: int) -> Miss | None:
         """Return the miss if stored prompts continue differently at ``first``; None if no stored prompt has
         anything in common with this one, or all of them end there."""
         chunk = first // chain.chunk_tokens

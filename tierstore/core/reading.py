@@ -48,7 +48,8 @@ class Reading:
         self.client = client
         self._state = core.state
 
-    def holds(self, lease: LocalLease) -> bool:
+    def holds(self, lease: Lease) -> bool:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
         return not self._ended(lease)
 
     def release(self, lease: Lease) -> None:
@@ -65,8 +66,9 @@ class Reading:
         return min(run, max(batch // lease.page_bytes, 1))
 
     def locate(
-        self, lease: LocalLease, first: int, count: int, *, wait_s: float | None
+        self, lease: Lease, first: int, count: int, *, wait_s: float | None
     ) -> Transfer[Located | None]:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
         count = max(min(count, lease.pages - first), 0)
 
         def located() -> Located | None:
@@ -74,7 +76,8 @@ class Reading:
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, located)
 
-    def prefetch(self, lease: LocalLease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
+    def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
         first = min(first, lease.pages)
         count = lease.pages - first
 
@@ -104,7 +107,8 @@ class Reading:
 
         return self._bring(lease, first, count, wait_s, Priority.LOAD, sending)
 
-    def report_damage(self, lease: LocalLease, position: int) -> None:
+    def report_damage(self, lease: Lease, position: int) -> None:
+        assert isinstance(lease, LocalLease), "the lease is of another backend"
         page = lease.held[position]
         state = self._state
         with state.lock:

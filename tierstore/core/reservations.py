@@ -199,7 +199,7 @@ class ReservationBuilder:
         state = self._state
         chunk = self._chunks[self._next]
         if chunk >= self._prompt.whole_chunks and self._prompt.registration.identity.whole_pages:
-            return None  # it could never be found
+            return None  # a lookup could never find the page
         page = None if self._client.ended else self._branch.next(*self._prompt.chunk(chunk))
         if page is None:
             return None
@@ -212,7 +212,7 @@ class ReservationBuilder:
         place = self._slot(page, following)
         if place is None:
             if any(page.copies):
-                return page  # on disk, which counts as stored
+                return page  # the page is on disk, so it counts as stored
             state.index.prune(page)
             self._note_no_room()
             return None

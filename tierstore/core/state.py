@@ -162,7 +162,7 @@ class StoreState:
         """Record the outcome of a read from disk."""
         self.counters.disk_read_pages += read.good
         if read.good:
-            self.health.was_read()  # before an error: one failed page among good ones is no failed disk
+            self.health.was_read()  # first, so that one bad page among good ones is no disk failure
         if read.error is not None:
             self.counters.disk_read_errors += 1
             self.health.read_failed(read.error)

@@ -44,7 +44,7 @@ _BATCH_BYTES = 32 << 20  # largest batch; also at most a quarter of the queue
 _LEAST_BESIDE = 1 << 20  # queued bytes from which on another write is started while others run
 # bytes after which they are committed (or half of the queue): a commit takes several milliseconds
 _COMMIT_BYTES = 256 << 20
-_WRITES_AT_ONCE = 3  # several, so that the disk has work when one of them ends
+_WRITES_AT_ONCE = 3  # writes at the same time, so that the disk has work when one of them ends
 _AT_ONCE = 128  # pages that are marked as ready under one hold of the lock
 _STALLED_LOOK_S = 1.0  # interval of checks whether a stalled disk answers again
 _USE_FLUSH_S = 30.0  # longest time until uses of pages are committed if nothing else is written
@@ -152,7 +152,7 @@ class WriteBehind:
         writes: deque[_Write] = deque()  # running writes, oldest first
         written: list[Page] = []  # pages that are written but not durable
         durable: list[Page] = []  # pages that are durable but not marked as ready
-        nbytes = 0  # of running writes and of written pages
+        nbytes = 0  # bytes of running writes and of written pages
         try:
             while True:
                 full = nbytes >= self._commit_bytes or len(writes) == _WRITES_AT_ONCE
@@ -210,7 +210,6 @@ class WriteBehind:
             self._state.changed.wait_for(lambda: write.over.done() or (not alone and self._worth_beginning()))
 
     def _worth_beginning(self) -> bool:
-        """Return whether enough is queued to start another write while others run."""
         return self._queue.waiting_bytes >= _LEAST_BESIDE
 
     def _place_next(self, under_way: list[Page]) -> list[Page]:
@@ -241,7 +240,6 @@ class WriteBehind:
         return {page: one for page, one in zip(batch, encoded, strict=True) if one is not None}
 
     def _forget_encoded(self, pages: Sequence[Page]) -> None:
-        """Free the encoded payloads of pages that were written or given up."""
         encoded = [self._encoded.pop(page) for page in pages if page in self._encoded]
         if self._disk.encoder is not None:
             self._disk.encoder.give_back(encoded)
@@ -263,7 +261,6 @@ class WriteBehind:
         return bool(self._queue or self._closing or due)
 
     def _probe(self) -> None:
-        """Check whether a failed disk works again."""
         state = self._state
         try:
             self._disk.probe(state.index.tick)
@@ -388,7 +385,6 @@ class WriteBehind:
         state.stall_detector.poll()
 
     def _undo(self, page: Page) -> None:
-        """Undo the placement on disk of a page that did not become durable."""
         if page not in self._queue:
             return  # the page was given up before it had a place on disk
         copy = page.copies[Tier.DISK]

@@ -5,8 +5,9 @@ host tier, which keeps its bytes there.
 
 The queue is bounded in bytes. It is empty while the disk is not writable; otherwise half of the host tier
 would stay leased until the disk works again. A page is *owed* if it did not fit, or if it was refused or
-given up because of the disk. An owed page has no lease. It is queued again when the queue has room and the
-disk works, if the host tier still has it. Otherwise, it is *dropped* and counted.
+given up because of the disk. An owed page has no lease. When the queue has room and the disk works, an owed
+page is queued again, if the host tier still has it. If the host tier has evicted it, the page is *dropped*
+and counted.
 
 A page is written only after its parent, because a page without its parent could not be found. Pages that were
 dropped are written by a later save of the same prefix.
@@ -25,7 +26,7 @@ from tierstore.index import Page, Tier
 # Number of pages. At this limit, new owed pages are dropped, because they depend on the older ones.
 _MOST_OWED = 1 << 14
 _OWED_AT_ONCE = 256  # pages that are queued again under one hold of the lock
-_OWED_LOOKED_AT = 2  # oldest owed pages that are checked for each new one, and dropped if the host has none
+_OWED_LOOKED_AT = 2  # oldest owed pages that are checked for each new one: has the host tier evicted them?
 
 
 class WriteQueue:
@@ -251,7 +252,6 @@ class WriteQueue:
             self._state.counters.disk_dropped_pages += 1
 
     def _note(self, page: Page, cause: Cause) -> None:
-        """Record why a page is not written, for the time after it has left the host tier."""
         self._state.departures.note(page.identity, page.key, cause, Tier.HOST)
 
     def _count_lost(self, page: Page) -> None:

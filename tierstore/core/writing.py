@@ -214,7 +214,7 @@ class Writing:
     def _step(self, builder: ReservationBuilder) -> None:
         try:
             builder.step(_AT_ONCE)
-        except BaseException:  # then free everything reserved so far
+        except BaseException:  # free everything reserved so far
             builder.give_up()
             self._abort(builder.reservation)
             raise

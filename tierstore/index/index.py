@@ -456,18 +456,10 @@ class Index:
         self._leased_in_pool[page.pool] += change if tier is Tier.HBM else 0
 
     def lease(self, page: Page, tier: Tier) -> None:
-        copy = self.copy(page, tier)
-        if not copy.leases:
-            self._count_lease(page, tier, 1)
-        copy.leases += 1
+        self.lease_all([(page, tier)])
 
     def release_copy(self, page: Page, tier: Tier) -> None:
-        copy = self.copy(page, tier)
-        assert copy.leases > 0, f"{page} has no lease in {tier.label}"
-        copy.leases -= 1
-        if copy.leases == 0:
-            self._count_lease(page, tier, -1)
-            self.eviction.offer(page, tier)
+        self.release_all([(page, tier)])
 
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
         """Add a lease to each of these copies. This and ``release_all`` do not call functions for each page,

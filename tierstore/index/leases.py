@@ -84,16 +84,12 @@ class Leases:
         now = self._clock()
         while self._by_end and (self._by_end[0][0] <= now or self._by_end[0][2].released):
             lease = heapq.heappop(self._by_end)[2]
-            if not lease.released and lease.ends <= now:  # a renewed lease has a later entry, too
+            if not lease.released and lease.ends <= now:  # otherwise it was renewed and has a later entry
                 self.expired += 1
                 self.release(lease)
         if len(self._by_end) > 2 * self.open + _SPARE_LEASES:  # many leases were released before their end
             self._by_end = [entry for entry in self._by_end if not entry[2].released]
             heapq.heapify(self._by_end)
-
-    def release_copy(self, page: Page, tier: Tier) -> None:
-        """Release one hold on a copy that is not part of a :class:`PageLease`."""
-        self.release_all([page], tier)
 
     def release_all(self, pages: Sequence[Page], tier: Tier) -> None:
         """Release one hold on each page's copy in ``tier``."""
@@ -120,4 +116,4 @@ class Leases:
         if held_in is not tier:
             self._index.lease(page, tier)
             lease.held[position] = (page, tier)
-            self.release_copy(page, held_in)
+            self.release_all([page], held_in)

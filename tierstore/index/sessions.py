@@ -160,7 +160,6 @@ def _held(page: Page) -> Page:
 
 
 def _is_before(page: Page, other: Page) -> bool:
-    """Return whether ``page`` is one of the pages before ``other``."""
     above: Page | None = other
     while above is not None and above.depth > page.depth:
         above = above.parent
@@ -233,9 +232,7 @@ class HintTracker:
             self._sessions.saved_named(self._tenant, self._session, pages)
         elif self._number != NO_SESSION and last is not None:
             self._sessions.saved(self._tenant, self._session, last)
-        if self._hint is not None:
-            hint = self._hint.facts(self._sessions.clock())
-            self._sessions.give_hint(self._about(pages, hint), hint)
+        self.about(pages)
         self._new.clear()
         self._parent = last
 

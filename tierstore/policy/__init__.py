@@ -17,10 +17,10 @@ than LRU in a small cache and never more than 1 % fewer. If all frequently used 
 LRU has up to 6 % more hits (measured with synthetic traffic).
 
 **Falling scores.** When a hint says "done", or a time to live ends, the index offers the page again. When the
-mean lifetime of pages falls (``revision``), queued pages have outdated scores that are too high. They would
-stay for one or two lifetimes, until they reach the front of the queue. This cost the default 23 % of its hits
-against LRU in a large cache. So for each page that leaves after a revision, eight queued pages are scored
-again.
+mean lifetime of pages falls (``revision``), queued pages have outdated scores that are too high. Such pages
+would stay for one or two lifetimes, until they reach the front of the queue. In a large cache, the default
+policy then had 23 % fewer hits than LRU. So for each page that leaves after a revision, eight queued pages
+are scored again.
 
 Rejected alternatives:
 

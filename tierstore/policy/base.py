@@ -86,8 +86,8 @@ class Policy(ABC):
 
 
 def hint_score(facts: PageFacts) -> Number:
-    """Return the part of a page's score that its hint adds. It outweighs the other parts. Within it, the
-    reuse outweighs the priority."""
+    """Return the part of a page's score that its hint adds. A hint outweighs all other facts, and in a hint,
+    the reuse outweighs the priority."""
     if isinstance(facts.reuse, int) and not facts.reuse and not facts.priority:
         return 0.0  # the case of nearly all pages
     return (np.multiply(facts.reuse, float(_PRIORITIES)) + facts.priority) * _HINT_STEP

@@ -69,8 +69,8 @@ class HbmTier:
         self.forgetting = PoolForgetting(self)
         self.leases = Leases(self.index, clock, self.drop_damaged)
         self.sessions = Sessions(clock, self.index.hint)
-        self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # the pages in the index, by pool
-        self.identities: dict[bytes, Identity] = {}  # by digest; of pages that may be in HBM
+        self.published: list[dict[int, Page]] = [{} for _ in self.pools]  # cached pages of each pool
+        self.identities: dict[bytes, Identity] = {}  # of pages that may be in HBM, by digest
         self.pending_saves = 0  # number of pages that saves still have to copy
         self.closed = False
         self._leaving = Leaving([Tier.HBM], self._leave)
@@ -225,7 +225,6 @@ class HbmTier:
 
     @contextmanager
     def _released_on_error(self, held: dict[int, Page]) -> Iterator[None]:
-        """Release the leases on the HBM copies of ``held`` if an exception is raised."""
         try:
             yield
         except BaseException:
@@ -290,7 +289,6 @@ class HbmTier:
                 break
 
     def _sharing(self, group: int) -> list[int]:
-        """Return the other pools in the same memory, by number."""
         memory = self.pools[group].large_pages
         return [at for at, pool in enumerate(self.pools) if at != group and pool.large_pages is memory]
 
@@ -431,13 +429,13 @@ class HbmTier:
             if page is None:
                 pool.free([hbm_page])
             else:
-                self.leases.release_copy(page, Tier.HBM)
+                self.leases.release_all([page], Tier.HBM)
         self._leaving.leave()
         self.shrink()
 
     def release_copy(self, page: Page) -> None:
         """Release a lease on a page that is not part of a lookup's lease."""
-        self.leases.release_copy(page, Tier.HBM)
+        self.leases.release_all([page], Tier.HBM)
         self._leaving.leave()
         self.shrink()
 

@@ -302,7 +302,7 @@ class NamedHitPart(HitPart):
         return self._request.part(below) if below else None
 
     def _covers(self, lease: Lease) -> bool:
-        # If it covers fewer, some pages were evicted, and the remaining ones are at other positions.
+        # If the new lease covers fewer tokens, pages were evicted, and the others are at other positions.
         return lease.tokens >= self.tokens - self.leased_from * self.chunk_tokens
 
     def to_tell(self) -> tuple[LookupRequest, int] | None:

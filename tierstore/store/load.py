@@ -73,16 +73,6 @@ class _LoadBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
-    """The chunks ``first`` to ``stop - 1`` of a hit (``stop`` is None: to the hit's end). With ``keeps_hit``,
-    the load does not release the hit, because other loads of it follow."""
-
-    first: int = 0
-    stop: int | None = None
-    keeps_hit: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Lower:
     """The objects below a store that its loads use."""
 
@@ -104,16 +94,20 @@ class Load:
         lower: Lower,
         hit: Hit,
         deadline_s: float | None,
-        chunks: Range,
         into: Callable[[Load, HitPart, range], PartLoad],
+        *,
+        first: int = 0,
+        stop: int | None = None,
+        keeps_hit: bool = False,
     ) -> None:
-        """``into`` returns the load of one part, for the given positions."""
+        """``stop`` is None for the hit's end. ``into`` returns the load of one part, for the given positions.
+        With ``keeps_hit``, the load does not release the hit, because other loads of it follow."""
         self.lower = lower
         self.hbm = lower.hbm
         self.hit = hit
-        self.first = chunks.first
-        self.stop = hit.num_pages if chunks.stop is None else chunks.stop
-        self._keeps_hit = chunks.keeps_hit
+        self.first = first
+        self.stop = hit.num_pages if stop is None else stop
+        self._keeps_hit = keeps_hit
         self._ends = self.stop == hit.num_pages
         self._under_way = 1  # number of running requests, tasks, and calls of start()
         self.parts: list[PartLoad] = []
@@ -328,7 +322,6 @@ class PartLoad(ABC):
             self.part.with_lease(self._leased)
 
     def _next_wanted(self, start: int) -> int:
-        """Return the first page from ``start`` on that the backend has to provide."""
         return next((at for at in range(start, self.pages) if self._wanted[at]), self.pages)
 
     def _leased(self, lease: Lease | None) -> None:
@@ -511,7 +504,6 @@ class PartLoad(ABC):
         return _Copying(located, filling, self.hbm.clock)
 
     def _release_source(self, under_way: _Copying, pages: int, batch: _LoadBatch) -> None:
-        """Release the source of copies after they have ended."""
         in_time = under_way.wait()
         self._measure_copies(batch)
         if not in_time:

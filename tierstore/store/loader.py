@@ -11,7 +11,7 @@ from tierstore.mover import Mover
 from tierstore.store.buffers import Buffers, PageTarget
 from tierstore.store.destinations import IntoBuffers, IntoHbm, IntoTarget
 from tierstore.store.hit import Hit, HitPart
-from tierstore.store.load import Load, Lower, Range
+from tierstore.store.load import Load, Lower
 from tierstore.store.lookup import Finder
 from tierstore.store.planning import Planning
 from tierstore.transfer import Transfer
@@ -36,17 +36,17 @@ class Loader:
         if into is None:
             if not self._hbm.pools:
                 raise UsageError("this store has no page pool: give buffers to load into")
-            chunks, deadline_s = self._planned(hit, deadline_s)
+            stop, deadline_s = self._planned(hit, deadline_s)
             self._offer(hit)
-            return Load(self._lower, hit, deadline_s, chunks, IntoHbm).start()
+            return Load(self._lower, hit, deadline_s, IntoHbm, stop=stop).start()
         buffers = self._buffers(hit, into)
 
         def make(load: Load, part: HitPart, positions: range) -> IntoBuffers:
             return IntoBuffers(load, part, positions, buffers[part.group])
 
-        chunks, deadline_s = self._planned(hit, deadline_s)
+        stop, deadline_s = self._planned(hit, deadline_s)
         self._offer(hit)
-        return Load(self._lower, hit, deadline_s, chunks, make).start()
+        return Load(self._lower, hit, deadline_s, make, stop=stop).start()
 
     def into_hbm(
         self, hit: Hit, first: int, stop: int, *, deadline_s: float | None, last: bool
@@ -57,19 +57,23 @@ class Loader:
             raise UsageError(f"pages {first} … {stop} must lie within the hit's {hit.num_pages} pages")
         if stop == hit.num_pages:
             self._offer(hit)
-        return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=not last), IntoHbm).start()
+        load = Load(self._lower, hit, deadline_s, IntoHbm, first=first, stop=stop, keeps_hit=not last)
+        return load.start()
 
     def into_target(
         self, hit: Hit, target: PageTarget, first: int, stop: int, *, deadline_s: float | None, keep: bool
     ) -> Transfer[Loaded]:
         """See :meth:`Store.load_to <tierstore.Store.load_to>`."""
         if self._hbm.pools or len(hit.parts) > 1 or not 0 <= first <= stop <= hit.num_pages:
-            raise UsageError(f"cannot load pages {first} … {stop} of a hit of {hit.num_pages} into a target")
+            raise UsageError(
+                f"pages {first} … {stop} of a hit of {hit.num_pages} pages cannot be loaded into a target: "
+                "this needs a store without pools and a hit of one layer group"
+            )
 
         def make(load: Load, part: HitPart, positions: range) -> IntoTarget:
             return IntoTarget(load, part, positions, target)
 
-        return Load(self._lower, hit, deadline_s, Range(first, stop, keeps_hit=keep), make).start()
+        return Load(self._lower, hit, deadline_s, make, first=first, stop=stop, keeps_hit=keep).start()
 
     def offer(self, hit: Hit) -> None:
         """See :meth:`Store.offer <tierstore.Store.offer>`."""
@@ -88,15 +92,15 @@ class Loader:
         planner = self._planning.planner
         return Lower(self._hbm, self._backend, self._mover, planner, self._groups, self._named)
 
-    def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[Range, float | None]:
-        """Return the chunks of a hit that are worth loading, and the deadline. If the caller gives a
-        deadline, the whole hit is loaded."""
+    def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[int | None, float | None]:
+        """Return how many of a hit's chunks are worth loading (None: all), and the deadline. If the caller
+        gives a deadline, the whole hit is loaded."""
         of_caller = any(part.of_caller for part in hit.parts)  # hits of such pages are not planned
         if deadline_s is not None or of_caller or self._planning.planner.prefill() is None:
-            return Range(), deadline_s
+            return None, deadline_s
         planned = self._planning.plan(hit, None, block=0)
         self._planning.decline(hit, planned)
-        return Range(0, min(-(-planned.tokens // hit.chunk_tokens), hit.num_pages)), planned.deadline_s
+        return min(-(-planned.tokens // hit.chunk_tokens), hit.num_pages), planned.deadline_s
 
     def _buffers(self, hit: Hit, into: Sequence[Any]) -> dict[int, Buffers]:
         """Return the buffers by layer group. Raise :class:`UsageError` if their number does not match the

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tierstore.arguments import whole_number
@@ -125,7 +125,9 @@ class Finder:
         """See :meth:`Store.embedding <tierstore.Store.embedding>`."""
         self.hbm.require_process()
         if not self.of_inputs:
-            raise UsageError("this store keeps KV of prompts: open one with KVSpec.embedding for embeddings")
+            raise UsageError(
+                "this store has pages of prompts: for embeddings, open a store with KVSpec.embedding"
+            )
         return Prompt.of_input(self.identity, content, rows, chunk_tokens=self.chunk_tokens)
 
     def single(self, prompt: Prompt | TokenIds) -> tuple[Group, LookupRequest] | None:
@@ -189,13 +191,10 @@ class Finder:
         end together. ``gain`` and ``counted``: see :func:`tierstore.lookup_all`."""
         return Lookup(self, prompt, _limit(max_tokens), began + self.lookup_s, gain, counted=counted)
 
-    def explain(self, prompt: Prompt | TokenIds, max_tokens: int | None, timeout_s: float) -> ExplainedHit:
-        """Look up a prompt and request why the tokens after the hit are missed. The caller releases the
-        hit."""
+    def explain(self, prompt: Prompt | TokenIds, max_tokens: int | None, timeout_s: float) -> Lookup:
+        """Return a lookup that has not been sent yet, and that also requests why tokens are missed."""
         ends = time.monotonic() + timeout_s
-        lookup = Lookup(self, prompt, _limit(max_tokens), ends, 0, counted=False, explain=True)
-        hit = lookup.hit()
-        return ExplainedHit(hit, lookup.prompt_tokens, lookup.limit, lookup.misses)
+        return Lookup(self, prompt, _limit(max_tokens), ends, 0, counted=False, explain=True)
 
     def expect(self, prompt: Prompt | TokenIds, promise: Promise) -> Transfer[None]:
         """See :meth:`Store.expect <tierstore.Store.expect>`."""
@@ -246,17 +245,6 @@ def _limit(max_tokens: int | None) -> int | None:
     return None if max_tokens is None else max(whole_number("max_tokens", max_tokens), 0)
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainedHit:
-    """A hit on the first ``limit`` tokens of a prompt, and why the tokens after the hit are missed.
-    ``misses`` is None if the backend did not answer in time."""
-
-    hit: Hit
-    prompt_tokens: int
-    limit: int
-    misses: Sequence[Miss] | None
-
-
 class Lookup:
     """One lookup, from its request to its hit. Only one thread (or task) may use it."""
 
@@ -275,7 +263,7 @@ class Lookup:
         self._counted = counted
         self._ends = ends
         self._asked = False
-        self._found: FoundHit | None = None
+        self._hit: Hit | None = None
         self._request: NamedLookup | HitLookup
         single = finder.single(prompt)
         if single is None:
@@ -293,6 +281,10 @@ class Lookup:
             self._request = HitLookup(finder, [], [], whole, prompt, [group], counted=counted, explain=True)
         else:
             self._request = NamedLookup(finder, single[0], single[1], gain, counted=counted)
+        self.limit = self._request.limit
+        """The number of the prompt's tokens that are looked up."""
+        self.prompt_tokens = self._request.prompt_tokens
+        """The number of tokens in the whole prompt."""
 
     def ask(self, *, caller_receives: bool = False) -> None:
         """Send the request. Call it only once. ``caller_receives`` says that this thread waits for the
@@ -306,41 +298,21 @@ class Lookup:
         return self._request.answer
 
     @property
-    def limit(self) -> int:
-        """The number of the prompt's tokens that are looked up."""
-        return self._request.limit
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The number of tokens in the whole prompt."""
-        return self._request.prompt_tokens
-
-    @property
     def misses(self) -> Sequence[Miss] | None:
         """The reasons why tokens are missed, after :meth:`hit`; None if there was no answer."""
-        return self._found.misses if self._found is not None else None
+        return self._request.misses
 
     def hit(self) -> Hit:
         """Wait for the answer and return the hit. Send the request first if :meth:`ask` was not called."""
         if not self._asked:
             self.ask(caller_receives=True)
-        found = self._found = self._request.found()
-        hbm = self._finder.hbm
-        hit = Hit(
-            hbm,
-            self._finder.backend,
-            self._finder.chunk_tokens,
-            found.tokens,
-            found.parts,
-            branch=found.branch,
-            remote_tokens=found.remote_tokens,
-            others=found.others,
-        )
+        hit = self._hit = self._request.found()
         if self._counted:
+            hbm = self._finder.hbm
             with hbm.lock:
                 counters = hbm.counters
                 counters.lookups += 1
-                counters.lookup_tokens += self._request.limit
+                counters.lookup_tokens += self.limit
                 for label, count in hit.by_tier.items():
                     counters.hit_tokens[label] += count
         return hit
@@ -356,25 +328,10 @@ class Lookup:
 
     def give_up(self) -> None:
         """Release the leases of the answer, now or as soon as it arrives."""
-        if self._found is None:
+        if self._hit is None:
             self._request.give_up()
         else:
-            for part in self._found.parts:
-                part.release()
-
-
-@dataclass(frozen=True, slots=True)
-class FoundHit:
-    """The longest hit that all groups support. ``parts`` are the pages of each group that the hit needs.
-    Other hosts probably have the pages in ``others``, with which the hit would be ``remote_tokens``
-    longer."""
-
-    tokens: int
-    branch: int
-    parts: Sequence[HitPart]
-    remote_tokens: int = 0
-    others: Sequence[RemotePages] = ()
-    misses: Sequence[Miss] | None = None
+            self._hit.release()
 
 
 class NamedLookup:
@@ -386,6 +343,7 @@ class NamedLookup:
     ) -> None:
         self.limit = self.prompt_tokens = request.num_tokens
         self.answer: Transfer[Lease | None] | None = None
+        self.misses: Sequence[Miss] | None = None  # never known for such a request
         self._finder = finder
         self._group = group
         self._request = request
@@ -405,7 +363,7 @@ class NamedLookup:
         request.gain, request.counted = self._gain, self._counted
         self.answer = finder.backend.find(request, patience_s=patience_s, caller_receives=caller_receives)
 
-    def found(self) -> FoundHit:
+    def found(self) -> Hit:
         """Wait for the answer and return the hit. Match HBM again, because its pages were not leased while
         the request was running."""
         finder, request, group = self._finder, self._request, self._group
@@ -423,7 +381,7 @@ class NamedLookup:
             far = [self._asked[at] for at in answer.remote_positions]
             ends = [(at + 1) * request.chunk_tokens for at in far]
             others.append(RemotePages(backend, request.part(far), request.page_bytes, 0, ends))
-        return FoundHit(part.tokens, part.tokens, [part], others=others)
+        return Hit(hbm, backend, request.chunk_tokens, part.tokens, [part], branch=part.tokens, others=others)
 
     def give_up(self) -> None:
         """Release the leases of the answer, now or as soon as it arrives."""
@@ -455,6 +413,7 @@ class HitLookup:
         self.prompt_tokens = tokens = chains[0].num_tokens if prompt is None else len(prompt)
         self.limit = tokens if limit is None else min(limit, tokens)
         self.answer: Transfer[HitLease | None] | None = None
+        self.misses: Sequence[Miss] | None = None  # known after found(), if they were requested
         self._finder = finder
         self._prompt = prompt
         self._chained = chained
@@ -463,7 +422,7 @@ class HitLookup:
         self._matches: Sequence[Match] = ()
         self._here: Mapping[int, Mapping[int, Page]] = {}  # named pages in HBM, by group and by their ends
         self._held = PageLease()  # on all matched pages in HBM, until the hit is known
-        self._local = 0  # length of the hit that HBM alone supports
+        self._local = 0  # length of the hit that the pages in HBM support
         self._branch = 0
         self._ends = 0.0
         self._shorter: HitLease | None = None  # the first answer, if there is a second request
@@ -533,12 +492,10 @@ class HitLookup:
         return {ends[at]: page for at, page in found.items()}
 
     def _pages_at(self, group: Group, ends: Sequence[int]) -> NamedRequest:
-        """Return the request for the pages of a group that end at these tokens."""
         assert self._prompt is not None, "named pages need a prompt"
         return self._finder.pages_at(self._prompt, group, ends)
 
     def _longest_here(self) -> int:
-        """Return the length of the longest hit that the pages in HBM support."""
         if not self._named:
             return self._branch
         rules = {group.number: group.rule for group in self._named}
@@ -577,7 +534,7 @@ class HitLookup:
         self.answer = self._finder.backend.find_hit(self._hit_request(), patience_s=patience_s)
         return True
 
-    def found(self) -> FoundHit:
+    def found(self) -> Hit:
         """Wait for the answer and return the hit."""
         finder, hbm = self._finder, self._finder.hbm
         self.ask_again()
@@ -592,7 +549,7 @@ class HitLookup:
         else:
             chains, others = [_NOTHING] * len(self._chains), [_NOTHING] * len(self._named)
             found = HitLease(self._local, self._branch, chains, others)
-        misses = self._misses(found) if self._explain and answered else None
+        self.misses = self._misses(found) if self._explain and answered else None
         tokens, branch = found.tokens, found.branch if self._chained else found.tokens
         parts: list[HitPart] = []
         if tokens:
@@ -612,9 +569,16 @@ class HitLookup:
                 if group.rule.past is Past.CROSS:
                     continue
                 points[group.number] = sorted({*points.get(group.number, ()), tokens})
-        if not found.remote_tokens:
-            return FoundHit(tokens, branch, parts, misses=misses)
-        return FoundHit(tokens, branch, parts, found.remote_tokens, self._others(found), misses)
+        return Hit(
+            hbm,
+            finder.backend,
+            finder.chunk_tokens,
+            tokens,
+            parts,
+            branch=branch,
+            remote_tokens=found.remote_tokens,
+            others=self._others(found) if found.remote_tokens else (),
+        )
 
     def _misses(self, found: HitLease) -> Sequence[Miss]:
         """Return why tokens are missed. The layer groups have the model's numbers."""
@@ -637,7 +601,6 @@ class HitLookup:
         return part
 
     def _named_part(self, group: Group, ends: Sequence[int], lease: Lease) -> HitPart:
-        """Return the named pages of a group that end at these tokens."""
         finder, hbm, pages = self._finder, self._finder.hbm, self._here[group.number]
         request = self._pages_at(group, ends)
         here = {at: pages[end] for at, end in enumerate(ends) if end in pages}
@@ -648,7 +611,6 @@ class HitLookup:
         return RulePart(source, request, here, asked, ends)
 
     def _others(self, found: HitLease) -> list[RemotePages]:
-        """Return the pages of each group that other hosts probably have."""
         finder, others = self._finder, []
         for chain, each in zip(self._chains, found.chains, strict=True):
             if ends := each.remote_ends:

@@ -58,7 +58,6 @@ class StorePins:
         return 0
 
     def _whole_hit(self, prompt: Prompt, limit: int) -> Hit:
-        """Return the longest hit of whole chunks."""
         finder, chunk_tokens = self._finder, self._finder.chunk_tokens
         whole = limit // chunk_tokens * chunk_tokens
         hit = finder.begin(prompt, max_tokens=whole, began=time.monotonic()).hit()
@@ -73,7 +72,6 @@ class StorePins:
         return [self._finder.chain(prompt, group) for group in self._finder.chained]
 
     def _named(self, prompt: Prompt, tokens: int) -> list[LookupRequest]:
-        """Return the requests for the named pages that a hit of ``tokens`` tokens needs."""
         finder = self._finder
         return [request for _, request in finder.named_needed(prompt, tokens)]
 

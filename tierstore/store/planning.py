@@ -11,12 +11,12 @@ from tierstore.index import Tier
 from tierstore.planner import CLUSTER, Plan, Planner, TierPart
 from tierstore.store.hbm import HbmTier
 from tierstore.store.hit import Hit, HitPart, rank
-from tierstore.store.lookup import ExplainedHit
+from tierstore.store.lookup import Lookup
 from tierstore.transfer import Transfer
 
 _FETCH_S = 2.0  # longest time for a fetch from other hosts
 _PROBE_BYTES = 8 << 20  # bytes read from an unused tier to measure its current speed
-_PROBE_WAIT_S = 20.0  # longest wait for such a read
+_PROBE_WAIT_S = 20.0  # longest wait for a read that measures
 
 
 class Planning:
@@ -40,11 +40,10 @@ class Planning:
         length = hit.tokens + 1 if prompt_tokens is None else prompt_tokens
         return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
 
-    def explanation(self, found: ExplainedHit) -> Explanation:
+    def explanation(self, lookup: Lookup, hit: Hit) -> Explanation:
         """Return why tokens of a prompt are missed. This includes tokens that the plan would not load, tokens
         that other hosts have, and tokens that an engine always computes."""
-        hit = found.hit
-        used = min(self.plan(hit, found.prompt_tokens, block=0).tokens, hit.tokens)
+        used = min(self.plan(hit, lookup.prompt_tokens, block=0).tokens, hit.tokens)
         misses: list[Miss] = []
         if used < hit.tokens:
             tiers = " and ".join(tier for tier in hit.by_tier if tier != Tier.HBM.label)
@@ -53,18 +52,18 @@ class Planning:
         if hit.remote_tokens:
             misses.append(Miss(MissReason.OTHER_HOST, at, hit.remote_tokens))
             at += hit.remote_tokens
-        spans = found.misses
-        if spans is None and at < found.limit:
-            spans = [Miss(MissReason.LATE, at, found.limit - at, why="the daemon did not answer")]
+        spans = lookup.misses
+        if spans is None and at < lookup.limit:
+            spans = [Miss(MissReason.LATE, at, lookup.limit - at, why="the daemon did not answer")]
         misses += behind(spans or (), at)
         at = misses[-1].end if misses else at
-        if at < found.prompt_tokens:
+        if at < lookup.prompt_tokens:
             last = misses[-1] if misses and misses[-1].reason is MissReason.TAIL else None
             if last is not None:
                 misses.pop()
                 at = last.first
-            misses.append(Miss(MissReason.TAIL, at, found.prompt_tokens - at))
-        return Explanation(found.prompt_tokens, used, tuple(misses), dict(hit.by_tier)).check()
+            misses.append(Miss(MissReason.TAIL, at, lookup.prompt_tokens - at))
+        return Explanation(lookup.prompt_tokens, used, tuple(misses), dict(hit.by_tier)).check()
 
     def _parts(self, hit: Hit) -> list[TierPart]:
         """Return the parts of a load by tier, in the load's order. Chained pages are listed for each run of

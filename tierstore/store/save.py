@@ -86,7 +86,7 @@ class SaveBudget:
                 save.reserve(batch)
         except BaseException:
             with self._lock:
-                self._pumping = False  # so that the next call continues
+                self._pumping = False  # so that the next call of _pump continues
             raise
 
     def _next_turn(self) -> tuple[Save, _SaveBatch] | None:
@@ -142,7 +142,7 @@ class Save:
         self._closed = False
         self._copying = 0
         self._stored_tokens = 0
-        self._handle: PrefixHandle | None = None  # for the reserved pages, which need not be sent again
+        self._handle: PrefixHandle | None = None  # the reserved pages, which need not be sent again
         self.transfer: Transfer[int] = Transfer(
             self._settle, pages=count, nbytes=count * self._page_bytes, clock=hbm.clock
         )
@@ -241,7 +241,7 @@ class Save:
             stopped = self._closed or not reservation.usable()
             self._copying += not stopped
         if stopped:
-            self._run_ended(batch, reservation, run, {})
+            self._run_ended(batch, reservation, {})
             return
         positions = batch.positions[slice(*run)]
         pages = [batch.first + position for position in positions]
@@ -265,7 +265,7 @@ class Save:
                 self._copying -= 1
                 self._hbm.changed.notify_all()
             if addresses is not None or not copied:
-                self._run_ended(batch, reservation, run, done)
+                self._run_ended(batch, reservation, done)
         if addresses is None:
             self._send(batch, reservation, run, frames, done)
 
@@ -280,11 +280,9 @@ class Save:
         """Send pages from the caller's memory. A caller that cancels the save may overwrite pages before they
         are sent, so the daemon compares checksums."""
         sent = self._backend.write(reservation, run[0], frames)
-        sent.on_end(lambda: self._run_ended(batch, reservation, run, done if sent.wait() else {}))
+        sent.on_end(lambda: self._run_ended(batch, reservation, done if sent.wait() else {}))
 
-    def _run_ended(
-        self, batch: _SaveBatch, reservation: Reservation, run: tuple[int, int], done: dict[int, int]
-    ) -> None:
+    def _run_ended(self, batch: _SaveBatch, reservation: Reservation, done: dict[int, int]) -> None:
         with self._hbm.lock:
             batch.done.update(done)
             batch.tasks -= 1

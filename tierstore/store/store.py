@@ -201,9 +201,9 @@ class Store:
         loaded or counted. Wait at most ``timeout_s`` seconds for the disk. For pages that the caller has
         named (:meth:`Prompt.named_pages`), the hit has the stored pages before the first missing one."""
         self._require_open()
-        found = self._finder.explain(prompt, max_tokens, seconds("timeout_s", timeout_s))
-        with found.hit:
-            return self._planning.explanation(found)
+        lookup = self._finder.explain(prompt, max_tokens, seconds("timeout_s", timeout_s))
+        with lookup.hit() as hit:
+            return self._planning.explanation(lookup, hit)
 
     async def lookup_async(self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None) -> Hit:
         """Do :meth:`lookup` without blocking the event loop. (Loads and saves are awaitable themselves.)"""
