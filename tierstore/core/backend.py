@@ -68,7 +68,7 @@ class LocalBackend:
         model_name: str = "",
     ) -> None:
         self.core = core
-        self._model_name = model_name  # for registrations that have no model name
+        self._model_name = model_name  # model name for registrations that have none
         self.client = client if client is not None else Client()
         self.lookups = Lookups(core, self.client, self)
         self.reading = Reading(core, self.client)
@@ -260,7 +260,7 @@ class LocalBackend:
         return self.core.forgetting.forget(self.forgettable(tenant=tenant, model=model, session=session))
 
     def forgettable(self, *, tenant: str | None, model: str | None, session: str | None) -> Forgettable:
-        """Return what a client's request to forget covers. It never covers other tenants."""
+        """Return what a client's request to forget covers. A forget never covers other tenants."""
         own = self.client.tenant
         if own and session is None:  # ``tenant`` is a tenant below the client's tenant
             tenant = own if tenant is None else nested_tenant(own, tenant)

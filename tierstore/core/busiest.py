@@ -100,8 +100,9 @@ def _add(
         identity = identities.get(page.identity) or state.identities.get(page.identity)
         tier = page.ready_tier()
     if identity is None or tier is None:
-        return  # the page has left meanwhile
-    # Each named page (SGLang's) is found separately. The last page of a prompt represents all of them.
+        return  # the page has left the tiers meanwhile
+    # Each named page (SGLang's) is found separately. The last named page of a prompt represents all pages of
+    # the prompt.
     named = page.depth > 1 and page.parent is not None and page.parent.parent is None
     tokens = page.depth * page.num_tokens if named else at.tokens
     key = (page.identity, page.hits) if named else (page.key, 0)

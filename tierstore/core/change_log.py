@@ -15,7 +15,7 @@ from tierstore.index import Page, Tier
 from tierstore.keys import TOKEN_BYTES, Identity
 from tierstore.spec import is_hashed
 
-_MOST = 1 << 16  # changes that wait to be taken
+_MOST = 1 << 16  # most changes that may wait to be taken
 
 
 class Stored(NamedTuple):
@@ -60,9 +60,9 @@ class ChangeLog:
     """The changes of one store for one follower. Guarded by the store's lock, including :meth:`take`.
 
     ``wake`` is called, under the lock, when the log is no longer empty. The log reports only whole chunks of
-    identities passed to :meth:`register`, because followers cannot interpret other pages. It skips pages
+    identities passed to :meth:`register`, because followers cannot interpret other pages. The log skips pages
     named by a hash: followers identify a block by its tokens and the block before it, and a named page has
-    neither. It also skips identities for which ``wants`` returns False.
+    neither. The log also skips identities for which ``wants`` returns False.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ChangeLog:
         self._add(Named(identity.digest))
 
     def followed(self, identity: bytes) -> Followed:
-        """Return the followed identity of this digest. It must have been registered."""
+        """Return the followed identity of this digest, which must have been registered."""
         return self._followed[identity]
 
     @property

@@ -17,12 +17,12 @@ from tierstore.transfer import Transfer
 
 MOST_IDENTITIES = 1024  # per client
 MOST_LEASES = 4096
-MOST_EXPECTING = 64  # prompts whose promised pages a client waits for: each is checked when pages arrive
-MOST_EXPECTED_TOKENS = 4 << 20  # tokens of these prompts together; a single prompt may have more
-MOST_WAITING = 4096  # requests that wait for a disk: enough for a prefetch for each lease
+MOST_EXPECTING = 64  # prompts whose promised pages a client may wait for: each arriving page is checked
+MOST_EXPECTED_TOKENS = 4 << 20  # tokens of these prompts in total, unless it is a single prompt
+MOST_WAITING = 4096  # most requests that may wait for a disk: enough for a prefetch for each lease
 # Remembered paths: an engine looks up each prompt once per worker and KV cache group, up to 56 times.
 MOST_PATHS = 1024
-MOST_PATH_PAGES = 1 << 18  # pages of all remembered paths together
+MOST_PATH_PAGES = 1 << 18  # most pages of all remembered paths together
 
 # The first id is random, so that ids of an earlier process are not valid in this one.
 _ids = itertools.count(secrets.randbelow(1 << 40) + 1)

@@ -52,7 +52,7 @@ class Core:
 
     ``shared`` means that the clients are in other processes: their leases and reservations are limited, and
     slow work runs on the core's threads instead of the caller's thread. ``defer`` schedules work that an
-    answer need not wait for. If ``defer`` is None, that work is done before the answer.
+    answer to a client need not wait for; if it is None, such work is done before the answer.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Core:
             queue_bytes = int(host.capacity_bytes * _QUEUE_FRACTION)
             self.write_behind = WriteBehind(self.state, disk, queue_bytes=queue_bytes)
         self._given_back = False
-        self.before_giving_back: Callable[[], None] | None = None  # called before the host tier is closed
+        self.before_giving_back: Callable[[], None] | None = None  # runs before the host tier is closed
         self.curve.start()
         self.forgetting.start()
 
@@ -171,7 +171,8 @@ class Core:
             return number
 
     def client_ended(self, client: Client) -> None:
-        """Remove a client. Forget its identities that have no other client and no pages. Needs the lock."""
+        """Remove a client. Forget the client's identities that have no other client and no pages. Needs the
+        lock."""
         self.clients.pop(client.number, None)
         for digest in {each.identity.digest for each in client.identities}:
             self._registrations[digest] -= 1

@@ -3,7 +3,7 @@
 An entry takes 12 bytes in a table of fixed size: a fingerprint of the page with the cause, and the time.
 Entries lie in rows of eight. A new entry replaces the oldest entry in its row, so the table forgets pages in
 about the order in which they left. The table has one entry for each 64 KiB of the tiers, at least 16,384 and
-at most 4 million (48 MiB). Of 10 million pages that left, it knows the last 4 million. Entries that were
+at most 4 million (48 MiB). After 10 million departures, the table knows the last 4 million. Entries that were
 never written take no memory.
 
 The fingerprint is a keyed hash of the page's key and identity (which includes the tenant). An engine may

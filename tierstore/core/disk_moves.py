@@ -4,9 +4,9 @@ A move reads and verifies the payload (as stored, even if a codec has encoded it
 changes the record in one transaction, and then frees the old place. After a crash, the page is in one of the
 two places.
 
-Pages in use do not move. If a page comes into use before its record is changed, its move is abandoned. If it
-comes into use later, its old place is kept until its lease ends. If the disk fails, the move is abandoned,
-and the next write finds and reports the failure.
+Pages in use do not move. If a page comes into use before its record is changed, its move is abandoned. If a
+page comes into use after that, its old place is kept until its lease ends. If the disk fails, the move is
+abandoned, and the next write finds and reports the failure.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tierstore.tiers.disk.space import Window
 from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import MIB
 
-_AT_ONCE = 16 * MIB  # bytes moved with one commit
+_AT_ONCE = 16 * MIB  # most bytes of pages moved with one commit
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class DiskMoves:
         assert page_table is not None
         found = [page for places in self._space.bytes_of(window) for page in page_table.within(places)]
         if len(found) != sum(slab.used_slots for slab in window.slabs):
-            return []  # some of these pages are about to leave
+            return []  # some pages of the window are about to leave
         with self._state.lock:
             if not all(self._may_move(serial) for serial, _, _ in found):
                 return []
@@ -87,6 +87,8 @@ class DiskMoves:
     def _move(self, records: Sequence[PageRecord]) -> None:
         """Move pages to free slots outside of held windows, as far as there are free slots. Raise
         :class:`OSError` if the disk fails."""
+        page_table = self._state.page_table
+        assert page_table is not None
         copies: list[tuple[PageRecord, memoryview]] = []
         moved: list[tuple[PageRecord, int]] = []
         try:
@@ -99,7 +101,9 @@ class DiskMoves:
             before = {record.serial: record.place for record in records}
             with self._state.lock:
                 for (copy, _), checksum in zip(copies, checksums, strict=True):
-                    still = self._may_move(copy.serial) and self._ledger_place(copy) == before[copy.serial]
+                    still = (
+                        self._may_move(copy.serial) and page_table.place(copy.serial) == before[copy.serial]
+                    )
                     if still and copy.checksum == checksum:
                         moved.append((copy, before[copy.serial]))
             if moved:
@@ -120,7 +124,7 @@ class DiskMoves:
         self.vacate()
 
     def _read(self, records: Sequence[PageRecord]) -> Iterator[tuple[PageRecord, memoryview]]:
-        """Yield the intact pages with their payloads. Drop a damaged page."""
+        """Yield the records and payloads of the intact pages. Drop a damaged page."""
         total = sum(slot_bytes(record.payload_bytes) for record in records)
         if self._memory is None or self._memory.nbytes < total:
             self._memory = Memory(total, shared=False)
@@ -144,10 +148,6 @@ class DiskMoves:
             elif page is None and self._state.eviction.leaves_disk(record.serial):
                 self._state.counters.damaged_pages += 1
             # A damaged page with other pages below it stays. The next lookup finds the damage.
-
-    def _ledger_place(self, record: PageRecord) -> int | None:
-        assert self._state.page_table is not None
-        return self._state.page_table.place(record.serial)
 
     def _moved(self, record: PageRecord, before: int) -> None:
         """Record that a page has moved from place ``before``. Needs the lock."""

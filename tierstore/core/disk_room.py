@@ -5,18 +5,19 @@ class, and its slot is useless to this class until the whole slab is empty. If o
 evicted, a tenth to a fifth of the disk would be idle under traffic of mixed sizes. So:
 
 * A class that has pages among the worst 1/32 of all bytes evicts those pages: each frees a usable slot at
-  once. This is the usual case, because in steady traffic the pages of all classes have similar ages.
+  once. Evicting pages of the same class is the usual case, because in steady traffic the pages of all classes
+  have similar ages.
 * Any other class has to **grow** at the expense of the classes with the worst pages. Such a class evicts the
-  worst pages of all classes, as many bytes as the slabs have that it needs. Then the emptiest windows are
-  chosen (tiers/disk/space.py), and their remaining pages move to the freed slots (disk_moves.py).
+  worst pages of all classes, with as many bytes as the slabs that it needs. Then pages are moved from the
+  emptiest windows (tiers/disk/space.py) to the freed slots (disk_moves.py).
 * **Idle** space in slabs of classes that are no longer written is collected by moving pages, without
   evictions. If the idle space consists of gaps between slabs, too small for new pages, pages next to the gaps
   move away, and the gaps are joined.
 
 **Rejected alternatives**:
 
-* Evict the pages of the windows instead of moving them. This is cheaper, but it would evict frequently used
-  pages because of their position.
+* Evict the pages of the windows instead of moving them. Evicting is cheaper than moving, but would evict
+  frequently used pages because of their position.
 * Use a log with a cleaner instead of slabs. A log needs no size classes, but each eviction out of order
   leaves a hole, and on a disk that is 95 % full the cleaner would rewrite each page many times.
 """
@@ -47,7 +48,7 @@ _AT_ONCE = 32  # pages handled under one hold of the lock: passing the lock on f
 _ROUNDS = 2  # rounds of evicting and moving before the search for room ends
 _MOST_MOVED = 1.0  # most bytes moved for each byte that a class can grow by
 _MOST_MOVED_TO_JOIN = 4.0  # most bytes moved for each byte that would otherwise be idle
-_LEAST_COLLECTED = 1 / 512  # share of the capacity; less idle space is not worth collecting
+_LEAST_COLLECTED = 1 / 512  # share of the capacity; a smaller amount of idle space is not collected
 _TOLERATED_IDLE = 1 / 128  # share of the capacity that may be free but too scattered to use
 _INDEX_ROUNDS = 64
 _LEAST_INDEX_PAGES = 16  # records in a page of the LMDB index: fewer evictions free no space in it
@@ -64,7 +65,7 @@ class DiskRoom:
         self._commit = commit
         self._capacity_bytes = disk.stats().capacity_bytes
         self.moves = DiskMoves(state, disk)
-        self._idle_bytes = 0  # idle bytes that the last attempt could not collect
+        self._idle_bytes = 0  # bytes of idle space that the last attempt could not collect
 
     def make(self, nbytes: int, waiting: Mapping[int, int]) -> bool:
         """Make room for a page of ``nbytes``, and for some of the ``waiting`` pages that are written after it
@@ -121,8 +122,9 @@ class DiskRoom:
         """Evict pages for each class that needs more slots than are free, and commit once. Return False if no
         page could leave.
 
-        A class evicts its own pages if some are among the worst. Otherwise the worst pages of all classes
-        leave, for as many bytes as the class has to grow minus ``spare``.
+        A class evicts its own pages if some of them are among the worst pages on disk. For a class without
+        such pages, the worst pages of all classes leave, with as many bytes as the class has to grow by,
+        minus ``spare``.
         """
         policy = self._state.eviction.disk_policy
         free = self._space.free_slots()
@@ -172,8 +174,8 @@ class DiskRoom:
         return -(-pages // max(self._space.slab_slots(nbytes), 1))
 
     def _collect_idle(self, nbytes: int, wanted: Counter[int]) -> bool:
-        """Move pages to make idle free space usable, if there is enough of it. Return whether there is
-        room."""
+        """Move pages to make idle free space usable, if there is enough of it. Return whether there is room
+        for such a page now."""
         idle = self._idle(wanted)
         self._idle_bytes = min(self._idle_bytes, idle)
         worthwhile = max(self._space.slab_bytes(nbytes), int(self._capacity_bytes * _LEAST_COLLECTED))
@@ -193,7 +195,8 @@ class DiskRoom:
     # -- windows -------------------------------------------------------------------------------------
 
     def _empty_windows(self, nbytes: int, wanted: Counter[int], *, joining: bool = False) -> bool:
-        """Move pages away to make whole slabs free for pages of ``nbytes``. Return whether there is room."""
+        """Move pages away to make whole slabs free for pages of ``nbytes``. Return whether there is room for
+        such a page now."""
         others = Counter({slot_bytes(each): pages for each, pages in wanted.items() if each != nbytes})
         count = self._windows_for(nbytes, min(wanted[nbytes], self._most_pages(nbytes)))
         most = _MOST_MOVED_TO_JOIN if joining else _MOST_MOVED
@@ -217,7 +220,7 @@ class DiskPlacement:
         self._disk = disk
         self._queue = queue
         self.room = DiskRoom(state, disk, commit)
-        self._usual: dict[int, int] = {}  # by page bytes: the bytes that the last such page took on disk
+        self._usual: dict[int, int] = {}  # bytes that the last page of a size took on disk, by page bytes
 
     def give(self, batch: Sequence[Page], encoded: Mapping[Page, Encoded]) -> list[Page]:
         """Give each page of a batch a place on disk. Return the pages that got a place. ``encoded`` has the

@@ -1,7 +1,7 @@
 """Find a prompt's pages: first in the tree and, where the tree ends, in the index on disk.
 
-The tree is read under the store's lock. The disk is read without it, because a page fault must never delay
-other engines. The records found on disk are therefore checked again when they are added to the tree.
+The tree is read under the store's lock. The disk is read without the lock, because a page fault must never
+delay other engines. The records found on disk are therefore checked again when they are added to the tree.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _load_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
 def load_named(
     state: StoreState, root: Page, identity: Identity, chunks: Sequence[tuple[PageKey, bytes]]
 ) -> None:
-    """Load those of these named pages that are on disk into the tree, as children of ``root``."""
+    """Load named pages that are on disk into the tree, as children of ``root``. ``chunks`` has their keys and
+    tokens."""
     assert state.disk is not None
     disk = state.disk
 

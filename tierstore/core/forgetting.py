@@ -7,28 +7,30 @@ Forgetting a tenant or a model takes four steps:
 3. **Roots.** The roots of the identities are deleted from the index on disk, durably. No lookup reaches a
    page without its root, and the next opening removes such pages. So a forget takes the same time for one
    page and for a terabyte on disk. Then the HBM pools, of this process and of the daemon's engines, receive a
-   notice of the forget. An engine that is disconnected learns of it when it reconnects (:class:`ForgetLog`).
+   notice of the forget. An engine that is disconnected learns of the forget when it reconnects
+   (:class:`ForgetLog`).
 4. **Pages.** A thread drops the marked copies. A copy that a load or a write uses is dropped when its last
    holder releases it. Then the thread removes the pages from the disk, in small batches. Without encryption,
    it first overwrites their payloads in the extents, and afterwards discards index pages that have become
    free.
 
-The call returns after the third step. A save that ends after that is not forgotten. A page may get a place on
-disk before the keys are removed, and be sealed (encrypted) after that: it is sealed with a random key that is
-not kept (``DiskTier.moment``).
+The call returns after the third step. Pages of a save that ends after the call are not forgotten. A page may
+get a place on disk before the keys are removed, and be sealed (encrypted) after that: it is sealed with a
+random key that is not kept (``DiskTier.moment``).
 
 **Forgetting a session** covers the pages that no other session has used (:mod:`tierstore.index.sessions`).
-The store knows these pages only while the process runs. Their tenant's other pages have the same root, so the
-roots stay. Instead of the third step, the pages are recorded in the index, durably, and the next opening
-removes those that the fourth step has not removed. These pages are overwritten in an encrypted store, too.
-With **session keys**, the forget also covers all pages that the session's keys encrypt, including pages that
-other sessions use, and also after a restart: the page table has the number of each page's key. These pages
-are removed with all pages behind them, and the second step removes the keys.
+The store knows these pages only while the process runs. The tenant's other pages have the same root, so the
+roots stay. Instead of the third step, the session's pages are recorded in the index, durably, and the next
+opening removes the recorded pages that the fourth step has not removed. A session's pages are also
+overwritten in an encrypted store. With **session keys**, the forget also covers all pages that the session's
+keys encrypt, including pages that other sessions use, and also after a restart: the page table has the number
+of each page's key. All pages behind such pages are removed, too, and the second step removes the session's
+keys.
 
 With a **maximum age**, each lookup first marks the pages in the tree that are too old, and no page on disk
-that is too old enters the tree. A thread removes these pages as it removes a session's pages. The thread also
-reads all records on disk, at the interval :func:`expiry_s`. Ages follow the wall clock, because pages must
-also age while no process runs."""
+that is too old enters the tree. A thread removes pages that are too old as it removes a session's pages. The
+thread also reads all records on disk, at the interval :func:`expiry_s`. Ages follow the wall clock, because
+pages must also age while no process runs."""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ _MOST_UNCOMMITTED = 4096  # most removals that may wait for a commit
 _KEPT_FORGETS = 256
 _PAUSE_S = 0.5  # minimum time between removals of pages that lookups found too old: each searches all pools
 _NAME_BYTES = 8
-_HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # name, number of the last forget
+_HEAD = struct.Struct(f"<{_NAME_BYTES}sQ")  # the log's name, and the number of the last forget
 _LOGGED = struct.Struct("<16s16s")  # tenant, model
 _ANY = bytes(16)
 
@@ -99,7 +101,8 @@ class ForgetLog:
 
     def latest(self, tenant: str, *models: str) -> int:
         """Return the number of the last forget that covers pages of this tenant and of a model with one of
-        these names. If no such forget is in the log, return the number of the last forget dropped from it."""
+        these names. If no such forget is in the log, return the number of the last forget that was dropped
+        from the log."""
         tenants = {_ANY, _logged(tenant), _logged(outer_tenant(tenant))}
         names = {_ANY, *map(_logged, models)}
         for at, (one, other) in enumerate(reversed(self._entries)):
@@ -150,7 +153,7 @@ class Forgetting:
         self._oldest_s = -math.inf  # lower bound of the times at which pages on disk were saved
         self.followers: list[Callable[[ForgottenPages], None]] = []
         self._expiry: threading.Thread | None = None
-        self._log = ForgetLog(disk.forgets.log() if disk is not None else b"")  # guarded by the state's lock
+        self._log = ForgetLog(disk.forgets.log() if disk is not None else b"")  # needs the state's lock
         self._telling = threading.Lock()  # held while pools are notified, so that notices arrive in order
         self._untold: set[int] = set()  # numbers of forgets without a notice yet; guarded by the state's lock
 
@@ -192,7 +195,8 @@ class Forgetting:
     @property
     def told(self) -> int:
         """The number of the last forget for which pools were notified of it and of all earlier ones. (Several
-        forgets may run at once and end in any order.) With a disk, the number continues after a restart."""
+        forgets may run at once and end in any order.) If there is a disk, the numbers continue after a
+        restart."""
         with self._state.lock:
             return self._told_but(0)
 
@@ -332,7 +336,7 @@ class Forgetting:
         state, disk = self._state, self._disk
         known = self._covered(what)
         digests = set(known)
-        short = replace(  # with the names that keyrings store
+        short = replace(  # what to forget, with the names that keyrings store
             what,
             tenant=None if what.tenant is None else scope_name(what.tenant),
             model=None if what.model is None else scope_name(what.model),
@@ -365,7 +369,7 @@ class Forgetting:
 
     def _forget_roots(self, disk: DiskTier, digests: set[bytes]) -> int:
         """Delete the roots of these identities from the disk's index. Return a serial that is greater than
-        those of all their pages, and less than those of later pages."""
+        the serials of all pages under these roots, and less than those of later pages."""
         state = self._state
         with state.lock:
             before = disk.serials.new()
@@ -397,7 +401,7 @@ class Forgetting:
         keyring = disk.keyring if disk is not None else None
         session = session_hash(what.tenant or "", name) if keyring is not None else b""
         if disk is not None and keyring is not None and keyring.of_session(session):
-            disk.wait_scanned()  # then the page table is complete
+            disk.wait_scanned()  # after the scan, the page table is complete
         with state.lock:
             number = state.sessions.forget(what.tenant or "", name)
             pages = state.index.of_session(number, session)
@@ -531,7 +535,7 @@ class Forgetting:
                     try:
                         if erased and removed and not self._closing:
                             self._disk.forgets.discard_freed()
-                    finally:  # without this, the next opening would remove the pages again
+                    finally:  # otherwise the next opening would remove the pages again
                         self._disk.forgets.settle(self._left)
                 except OSError as error:
                     _log.warning("disk tier: forgotten pages are not removed yet: %s", error)
@@ -544,8 +548,8 @@ class Forgetting:
 
     def _remove(self, serials: Sequence[int], pages: Sequence[Page], cause: Cause, *, erased: bool) -> int:
         """Remove pages from disk, children (which have higher serials) before parents. Then drop the marked
-        ``pages`` that had such children. Wait until the removals are durable. Return the number of removed
-        pages."""
+        ``pages`` whose children were removed. Wait until the removals are durable. Return the number of
+        removed pages."""
         state = self._state
         removed = 0
         for end in range(len(serials), 0, -_AT_ONCE):

@@ -1,20 +1,21 @@
 """The health of a tier that can fail: whether it may be read and written, why not, and when to try again.
 
-:class:`Health` is a pure state machine. It receives events (a write failed, a read succeeded, a call has run
-for some time) and says whether the tier may be read and written. It does no I/O and never waits.
+:class:`Health` is a pure state machine. A ``Health`` receives events (a write failed, a read succeeded, a
+call has run for some time) and says whether the tier may be read and written. It does no I/O and never waits.
 
 A tier can fail in three ways:
 
-* **Writes fail** (full, read-only, I/O errors): the tier is *read-only*. Its pages are still served.
+* **Writes fail** (full, read-only, I/O errors): the tier is *read-only*. The tier's pages are still served.
 * **Reads fail** several times in a row, or once with an error that says that the disk is gone: the tier is
-  *offline*. Its pages count as misses, so that no engine waits for a read that will fail. No page is removed.
+  *offline*. The tier's pages count as misses, so that no engine waits for a read that will fail. No page is
+  removed.
 * **A call does not return**: the tier is *offline* until the call returns. Nothing is tried meanwhile.
 
-Failed writes and reads end with a successful *probe* (``DiskTier.probe``): a small page is written, synced
-and read in the background. Users' pages are not used as probes, because they would suffer from a failed
-probe, and a tier without requests would never recover. The time between probes doubles from one second to a
-minute. It starts over only when pages were written or read again, because a disk that takes a small page but
-refuses the next batch must not be probed every second forever.
+The states after failed writes and reads end with a successful *probe* (``DiskTier.probe``): a small page is
+written, synced and read in the background. Users' pages are not used as probes, because they would suffer
+from a failed probe, and a tier without requests would never recover. The time between probes doubles from one
+second to a minute. The doubling starts over only when pages were written or read again, because a disk that
+takes a small page but refuses the next batch must not be probed every second forever.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Condition(str, enum.Enum):
 
     ONLINE = "online"
     READ_ONLY = "read-only"  # may be read but not written
-    OFFLINE = "offline"  # its pages count as misses
+    OFFLINE = "offline"  # the tier's pages count as misses
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +76,9 @@ class Health:
         self._reason = ""
         self._retry_at = math.inf
         self._stalled = False
-        self.stalls = 0  # how often a call has run for too long
+        self.stalls = 0  # number of calls that have run for too long
         self._failures: Counter[str] = Counter()  # consecutive failed reads, by what was read
-        # the time until the next probe, after each failed probe twice as long
+        # seconds until the next probe; doubled after each failed probe
         self._next_retry_s = {Condition.READ_ONLY: _FIRST_RETRY_S, Condition.OFFLINE: _FIRST_RETRY_S}
         self._shown = Condition.ONLINE
         self._shown_reason = ""
@@ -255,7 +256,7 @@ class StallDetector:
     def __init__(self, disk: DiskTier | None, health: Health, changed: threading.Condition) -> None:
         self._disk = disk
         self._health = health
-        self._changed = changed  # condition of the store's lock
+        self._changed = changed  # a condition variable of the store's lock
         self.waiting: set[Transfer[Any]] = set()  # transfers to finish when the disk stalls (needs the lock)
 
     def poll(self) -> float:

@@ -50,7 +50,7 @@ def _in_host(state: StoreState, wanted: Wanted) -> Iterator[list[Stored]]:
 
 
 def _on_disk(state: StoreState, disk: DiskTier, wanted: Wanted) -> Iterator[list[Stored]]:
-    """Yield the wanted pages on disk. They are read in order of serials, so a parent comes before its
+    """Yield the wanted pages on disk. The pages are read in order of serials, so a parent comes before its
     children."""
     roots = disk.root_serials()
     serials, keys = array("Q"), bytearray()  # serials and keys of the pages yielded so far
@@ -73,7 +73,7 @@ def _on_disk(state: StoreState, disk: DiskTier, wanted: Wanted) -> Iterator[list
             elif record.parent in roots:
                 parent = b""
             else:
-                continue  # its parent cannot be served
+                continue  # the page's parent cannot be served
             serials.append(serial)
             keys += record.key
             found.append(Stored(Tier.DISK, record.identity, record.key, parent, record.tokens))

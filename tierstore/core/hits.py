@@ -1,9 +1,10 @@
 """The search in a core for the longest hit that all layer groups of a prompt support.
 
-The groups that need every token are searched first. The shortest of their prefixes is the *branch*: no hit is
-longer. The pages of the other groups are found by name, and :func:`tierstore.groups.search` decides which
-names to look up. Most names are found in the tree. If the disk may have a page that the tree lacks, the
-search stops. The caller then reads the disk without the lock and continues the search.
+The groups that need every token are searched first. The shortest of these groups' stored prefixes is the
+*branch*: no hit is longer. The pages of the other groups are found by name, and
+:func:`tierstore.groups.search` decides which names to look up. Most names are found in the tree. If the disk
+may have a page that the tree lacks, the search stops. The caller then reads the disk without the lock and
+continues the search.
 
 All functions and methods of this module need the state's lock.
 """
@@ -57,9 +58,9 @@ class HitView:
 class HitSearch:
     """One search. ``found`` returns the pages of a chain's first tokens that are in the tree.
 
-    ``length`` is the length of the hit in tokens, None until it is known. After that, ``founds`` has each
-    chain's pages in the tree, ``reached`` is the length of each chain's prefix including the client's own
-    pages, and ``branch`` is the shortest of these lengths.
+    ``length`` is the length of the hit in tokens, None until it is known. When ``length`` is known,
+    ``founds`` has each chain's pages in the tree, ``reached`` is the length of each chain's prefix including
+    the client's own pages, and ``branch`` is the shortest of these lengths.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class HitSearch:
         self.founds: Sequence[FoundPages] = ()
         self.reached: Sequence[int] = ()
         self.explained: tuple[int, list[Miss]] | None = None
-        """The hit's length and the misses after it; None until they are explained."""
+        """The hit's length and the reasons for the misses after the hit; None until they are known."""
         self.looks: list[Callable[[], PageLease]] = []
         """The disk lookups that the search needs before it can continue; empty if it stopped after ``most``
         names."""
@@ -123,8 +124,9 @@ class HitSearch:
         return length
 
     def needed(self, at: int) -> tuple[Sequence[int], NamedView, FoundPages]:
-        """Return the pages of named group ``at`` that the hit needs and the caller lacks, and those of them
-        in the tree. The search usually looks these pages up last, so its last result is reused if it fits."""
+        """Return the pages of named group ``at`` that the hit needs and the caller lacks: their ends, and
+        which of these pages are in the tree. The search usually looks these pages up last, so its last result
+        is reused if it fits."""
         ends = self.view.named[at].rule.ends(self.length or 0, self.view.chunk_tokens)
         lacking, last = self._lacking(at, ends), self._last[at]
         return last if last is not None and last[0] == lacking else self._ask(at, lacking)

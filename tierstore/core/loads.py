@@ -59,8 +59,8 @@ class _MoveBatch:
 class HostLoad(Generic[R]):
     """A load of ``pages`` into the host tier.
 
-    ``lease`` holds the pages, in this order, where they are now. The load moves its holds to the host tier.
-    ``result`` is called once, at the end, under the state's lock and before the lease is released.
+    ``lease`` holds ``pages``, in this order, in their present tiers. The load moves these holds to the host
+    tier. ``result`` is called once, at the end, under the state's lock and before the lease is released.
     """
 
     def __init__(
@@ -145,8 +145,8 @@ class HostLoad(Generic[R]):
         return moved
 
     def _plan(self, start: int, stop: int) -> _MoveBatch:
-        """Decide how the pages from ``start`` on are loaded, as far as there is room. Lease their copies and
-        reserve host slots."""
+        """Decide how the pages from ``start`` on are loaded, as far as there is room. Lease the pages' copies
+        and reserve host slots."""
         batch = _MoveBatch([], [], [], start)
         with self._state.lock:
             while batch.stop < stop and self._plan_page(batch.stop, batch):
@@ -173,7 +173,7 @@ class HostLoad(Generic[R]):
             batch.others.append((position, page))
             return True
         else:
-            self._cut_at(position)  # a save is about to fill its slot; waiting for that is not worthwhile
+            self._cut_at(position)  # a save is about to fill the page's slot, which may take too long
             return False
         state.index.lease(page, tier)
         return True
@@ -193,8 +193,8 @@ class HostLoad(Generic[R]):
         )
 
     def _wait_for_fewer(self, passing: Callable[[], int], most_s: float) -> bool:
-        """Wait until ``passing``, a number of pages in temporary use, decreases. Return False if it is 0 or
-        does not decrease within ``most_s`` seconds."""
+        """Wait until ``passing``, a number of pages in temporary use, decreases. Return False if ``passing``
+        is 0 or does not decrease within ``most_s`` seconds."""
         with self._state.lock:
             before = passing()
             return before > 0 and self._state.changed.wait_for(

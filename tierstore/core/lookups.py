@@ -1,8 +1,8 @@
 """Lookups: find the stored pages of a prompt and lease them.
 
-If everything that a lookup needs is in memory, it is answered immediately, under the state's lock. Otherwise
-it reads the disk: on the caller's thread, or on the core's threads if clients in other processes share the
-core.
+If everything that a lookup needs is in memory, it is answered immediately, under the state's lock. A lookup
+that needs the disk reads it on the caller's thread, or on the core's threads if clients in other processes
+share the core.
 """
 
 from __future__ import annotations

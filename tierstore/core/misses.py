@@ -103,9 +103,10 @@ class Misses:
     # -- counting --------------------------------------------------------------------------------------
 
     def missed(self, search: HitSearch, tokens: int, client: Client) -> None:
-        """Count the missed tokens of a concluded search by reason, and remember the request. This takes
-        several microseconds: only the first missing page of the shortest chain is examined. If its departure
-        is known, all following pages with a known departure are counted with the same cause."""
+        """Count the missed tokens of a concluded search by reason, and remember the request. Counting takes
+        several microseconds, because only the first missing page of the shortest chain is examined. If that
+        page's departure is known, all following pages with a known departure are counted with the same
+        cause."""
         view = search.view
         counts: dict[str, int] = {}
         if tokens < search.branch:
@@ -137,7 +138,7 @@ class Misses:
                 known = self._known(chain, first + 1, whole)
                 end = min((first + 1 + known) * chunk_tokens, limit)
                 if end == whole * chunk_tokens < limit == chain.num_tokens and not tail:
-                    key = chain.chunk(whole)[0]  # the incomplete page at the end
+                    key = chain.chunk(whole)[0]  # key of the incomplete page at the prompt's end
                     end = end if self._state.departures.of(identity.digest, key) is None else limit
                 _add(counts, _BY_CAUSE[departure.cause], end - at)
                 at, reason = end, _NEVER
@@ -187,8 +188,7 @@ class Misses:
         return dict(total.most_common())
 
     def recent(self, tenant: str | None = None) -> list[MissedRequest]:
-        """Return the last requests with missed tokens, newest first: those of ``tenant``, or of all
-        tenants."""
+        """Return the last requests with missed tokens of ``tenant`` (None: of all tenants), newest first."""
         names = self._state.names
         return [
             MissedRequest(
@@ -231,8 +231,7 @@ class Misses:
     # -- the spans -----------------------------------------------------------------------------------
 
     def _known_misses(self, search: HitSearch, tokens: int) -> list[Miss]:
-        """Return why the tokens after a hit are missed, up to the first page about which memory knows
-        nothing."""
+        """Return why the tokens after a hit are missed, up to the first page that memory does not know."""
         view = search.view
         if (group := view.caller_named) is not None:
             return self._first_page_misses(view, group, tokens)
@@ -267,7 +266,7 @@ class Misses:
         return _without_new(misses)
 
     def _first_page_misses(self, view: HitView, group: NamedGroup, hit: int) -> list[Miss]:
-        """Return the misses of the first batch of pages. All later pages get the reason of its last page."""
+        """Return the misses of the first batch of pages, with its last reason for all later pages."""
         misses: list[Miss] = []
         for ends in islice(_batches(view, hit), 1):
             self._examine_pages(view, group, ends, misses)
@@ -301,8 +300,8 @@ class Misses:
 
     def _group_misses(self, view: HitView, hit: int, branch: int) -> Iterator[Miss]:
         """Yield why the hit is shorter than the stored prefix of the groups with chained pages. Up to the
-        last length whose named pages were all stored once, the reason is that they have left. After that
-        length, they were never saved."""
+        last length whose named pages were all stored once, the reason is that they have left. For the tokens
+        after that length, the reason is that the pages were never saved."""
         chunk = view.chunk_tokens
         whole = branch - branch % chunk
         ends = [branch, *range(whole - (whole == branch) * chunk, hit, -chunk)]
@@ -340,7 +339,8 @@ class Misses:
     def _group_miss(
         self, view: HitView, first: int, tokens: int, group: int, departure: Departure | None
     ) -> Miss:
-        """Return a miss that one named group causes. In a model with chains, its reason is ``GROUP``."""
+        """Return a miss that one named group causes. In a model that also has chained groups, the reason of
+        the miss is ``GROUP``."""
         if departure is None:
             miss = Miss(MissReason.NEVER_SAVED, first, tokens)
         else:
@@ -401,8 +401,8 @@ class Misses:
         return misses
 
     def _left_inside(self, chain: ChainView, at: int, limit: int, misses: list[Miss]) -> None:
-        """Append the miss of an incomplete page that has left. Its key depends on its length, so all lengths
-        are tried, the longest first."""
+        """Append the miss of an incomplete page that has left. The key of an incomplete page depends on its
+        length, so all lengths are tried, the longest first."""
         chunk = at // chain.chunk_tokens
         start = chunk * chain.chunk_tokens
         tokens, before = chain.chunk(chunk)[1], chain.key_before(chunk)
@@ -558,8 +558,7 @@ class Misses:
         return view.num_tokens - view.num_tokens % view.chunk_tokens
 
     def _first_missing(self, pages: NamedView) -> int | None:
-        """Return the position of the first page that is neither in memory nor on disk; None if there is
-        none."""
+        """Return the position of the first page that is neither in memory nor on disk; None without one."""
         state = self._state
         with state.lock:
             state.require_open()

@@ -100,8 +100,8 @@ class PromptView(ABC):
 
     def shared(self, saved: range) -> Sequence[int]:
         """Return the chunks that other hosts need after the chunks ``saved`` were saved. In a chain, these
-        are all chunks up to the last saved one. Of named pages, they are the saved chunks, or all if none was
-        saved."""
+        are all chunks up to the last saved one. For named pages, these are the saved chunks, or all chunks if
+        none was saved."""
         return range(saved.stop)
 
     def key_up_to(self, chunk: int) -> bytes:
@@ -161,7 +161,8 @@ class PromptView(ABC):
         self, owner: object, client: Client, before: Sequence[Page], pages: Sequence[Page]
     ) -> PrefixHandle | None:
         """Make ``client`` remember the pages ``before`` and the whole ``pages`` after them, which it saves.
-        Otherwise the client would send a long prompt again with every batch that it saves."""
+        Without a remembered path, the client would send a long prompt again with every batch that it
+        saves."""
         return None
 
     @abstractmethod
@@ -246,12 +247,9 @@ class ChainView(PromptView):
     def key_before(self, chunk: int) -> bytes:
         """Return the key of the chunk before ``chunk``, or the hash of the identity for the first chunk."""
         index = chunk - len(self.head)
-        return self.keys[index - 1] if index > 0 else self._key_before_the_rest()
-
-    def _key_before_the_rest(self) -> bytes:
-        if self.head:
-            return self.head[-1].key
-        return xxhash.xxh3_128_digest(self.registration.identity.digest)
+        if index > 0:
+            return self.keys[index - 1]
+        return self.head[-1].key if self.head else xxhash.xxh3_128_digest(self.registration.identity.digest)
 
     # -- in the tree ---------------------------------------------------------------------------------
 
@@ -283,7 +281,7 @@ class ChainView(PromptView):
         return range(found.tokens // self.chunk_tokens, -(-limit // self.chunk_tokens))
 
     def may_be_on_disk(self, state: StoreState) -> bool:
-        # This is correct if the remembered pages are in the tree, even if their copies are not complete.
+        # For this, the remembered pages must be in the tree, but their copies need not be complete.
         _, more = self._below(state, self._findable(len(self.tokens) // TOKEN_BYTES))
         return more
 
@@ -474,7 +472,7 @@ class NamedView(PromptView):
         return [position for position in range(len(self.keys)) if position not in stored]
 
     def on_disk(self, state: StoreState, positions: Sequence[int]) -> list[int]:
-        """Return those of these positions whose pages may be on disk. Needs the state's lock."""
+        """Return those of the given positions whose pages may be on disk. Needs the state's lock."""
         root = self.root(state)
         if state.disk is None or not state.health.readable or not state.may_reload or not root.serial:
             return []

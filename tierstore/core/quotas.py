@@ -126,8 +126,8 @@ class PinHolder:
         return _PIN_COST + 8 * len(self.last)
 
     def pages(self) -> Iterator[Page]:
-        """Yield the pages that the pin keeps, children before parents. They stay in the tree until the pin
-        ends."""
+        """Yield the pages that the pin keeps, children before parents. Pinned pages stay in the tree until
+        the pin ends."""
         for last in self.last:
             page = last
             while page.parent is not None:
@@ -260,8 +260,8 @@ class Pins:
         return int(min(state.host.capacity_bytes, disk))
 
     def _undo(self, pin: PinHolder, times: int = 1) -> int:
-        """Undo a pin ``times`` times. Return the number of pages that it kept."""
-        pages = list(pin.pages())  # before unpinning, because unpinned pages may leave the tree
+        """Undo a pin ``times`` times. Return the number of pages that the pin kept."""
+        pages = list(pin.pages())  # listed before unpinning, because unpinned pages may leave the tree
         pin.times -= times
         if not pin.times:
             self._forget(pin)

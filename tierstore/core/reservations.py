@@ -1,8 +1,8 @@
-"""Reservations while they are built: which pages of a save are new, and which slots they get. They are built
-in steps, so that a long prompt does not delay other clients.
+"""Reservations while they are built: which pages of a save are new, and which slots they get. Reservations
+are built in steps, so that a long prompt does not delay other clients.
 
 A slot under a reservation stays reserved until the client commits the reservation, aborts it, or is dead.
-Otherwise a client could still be writing to the slot when another client's page is already in it.
+If a slot were freed earlier, a client could still be writing to it when it has another client's page.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class ReservationBuilder:
         copy = page.copies[Tier.HOST]
         if copy is not None and not copy.damaged:
             if being_written(page):
-                return None  # another client has begun to write it since this save's lookup
+                return None  # another client has begun to write the page since this save's lookup
             state.counters.already_stored_pages += 1
             return page
         place = self._slot(page, following)

@@ -138,8 +138,8 @@ class Residency:
 
     def drop(self, page: Page, tier: Tier, cause: Cause | None = None) -> None:
         """Drop an unleased copy and free its place (on disk: with the next commit). Also drop damaged host
-        copies of its ancestors that only this copy has kept. If it was the last copy, record ``cause`` (None:
-        the page was damaged, was finished, or was chosen by the policy)."""
+        copies of the page's ancestors that only this copy has kept. If it was the last copy, record ``cause``
+        (None: the page was damaged, was finished, or was chosen by the policy)."""
         leaving: Page | None = page
         while leaving is not None:  # a loop instead of recursion, because a whole prompt may be forgotten
             copy = self._index.copy(leaving, tier)
@@ -184,7 +184,7 @@ class Residency:
         self._index.drop_copy(page, Tier.DISK)
         if page.copies[Tier.HOST] is None:
             self.departures.note(page.identity, page.key, cause, Tier.DISK, page.nbytes)
-        if serial in page_table:  # otherwise the scan has shown that the page is not on disk
+        if serial in page_table:  # false if the scan has shown that the page is not on disk
             self._remove(page_table.remove(serial))
 
     def remove(self, serial: int) -> None:
@@ -288,7 +288,7 @@ class Residency:
         return in_host
 
     def drop_damaged(self, page: Page, tier: Tier) -> None:
-        """Drop a damaged copy if nothing holds it. Otherwise, it is dropped when its last holder releases
+        """Drop a damaged copy if nothing holds it. A held copy is dropped when its last holder releases
         it."""
         copy = self._index.copy(page, tier)
         if copy.leases:
@@ -453,7 +453,7 @@ class PendingFills:
         self.in_transit = 0  # pages that loads are moving through the host tier
         self.copying = 0  # pages held in the host tier while they are copied to a client
         self._ahead: list[int] = []  # slots allocated for the pages that begin next
-        self._ahead_bytes = 0  # size of each of these slots
+        self._ahead_bytes = 0  # size of each slot in ``_ahead``
 
     def begin(self, page: Page, *, following: int = 0) -> int | None:
         """Reserve a host slot for ``page`` and lease it for the caller, which fills it. Return None if there

@@ -31,9 +31,9 @@ from tierstore.tiers.disk import DiskTier, PageRecord, PageTable, ReadBatch
 from tierstore.tiers.host import HostTier
 
 # Limits for pages that are only on disk but still in the tree:
-_LOADED_PAGES = 1 << 15  # number of such pages without children in the tree
-_LOADED_BYTES = 128 << 20  # memory of such pages
-# memory of such pages, including held ones, at which lookups stop loading more pages into the tree
+_LOADED_PAGES = 1 << 15  # number of disk-only pages without children in the tree
+_LOADED_BYTES = 128 << 20  # memory of disk-only pages
+# memory of disk-only pages, including held ones, at which lookups stop loading pages into the tree
 _MOST_LOADED_BYTES = 256 << 20
 _UNLOADED_AT_ONCE = 1024  # takes several milliseconds
 GONE_BYTES = 32 << 20  # memory of pages that have left the tree, after which references to them are dropped
@@ -127,7 +127,7 @@ class StoreState:
     # -- lookups -------------------------------------------------------------------------------------
 
     def root(self, identity: Identity, page_bytes: int) -> Page:
-        """Return the root of all pages of ``identity``. Each of these pages has ``page_bytes``."""
+        """Return the root of all pages of ``identity``. Every page of an identity has ``page_bytes``."""
         self.expire()
         root = self.index.tree.root(identity, page_bytes)
         assert root.nbytes == page_bytes, (

@@ -1,10 +1,11 @@
 """Decide which saves are not written to disk: those that are not worth it, and those beyond the daily budget.
 
 **Worth.** If computing a page is faster than loading it from disk, no client loads it, and writing it wastes
-the disk's endurance and bandwidth. Clients decide this (:mod:`tierstore.planner`) and report how many tokens
-of a hit on disk they decline. While a tenant's clients decline nearly everything that they find on disk, the
-tenant's saves are not written. Reports lose weight with time, so writing is tried again after several
-minutes. If the disk becomes faster before that, clients load more, and writing starts again.
+the disk's endurance and bandwidth. Clients decide between loading and computing (:mod:`tierstore.planner`),
+and report how many tokens of a hit on disk they decline. While a tenant's clients decline nearly everything
+that they find on disk, the tenant's saves are not written. Reports lose weight with time, so writing is tried
+again after several minutes. If the disk becomes faster before that, clients load more, and writing starts
+again.
 
 **Budget.** A limit in bytes per day, for flash with limited endurance. The budget is granted evenly over
 time. Unused budget is saved up for at most an hour.

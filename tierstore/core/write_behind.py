@@ -1,18 +1,19 @@
 """Write-behind: copy pages from the host tier to disk in batches, in the background.
 
-One thread takes a batch from the queue, finds room on disk and starts to write the payloads. It evicts in
-bulk, so that one commit frees space for many pages. If more pages are queued, it starts another batch while
-the first is being written. When enough is written, or the queue is empty, one commit makes all written
-batches durable. Only then are their disk copies ready. Nothing is written during a commit: a commit during
-other writes took 30 ms and delayed them; a commit after them takes 3 ms.
+One thread takes a batch from the queue, finds room on disk and starts to write the payloads. The thread
+evicts many pages at once, so that one commit frees space for many pages. If more pages are queued, it starts
+another batch while the first is being written. When enough is written, or the queue is empty, one commit
+makes all written batches durable. The disk copies of the pages are ready only after that commit. Nothing is
+written during a commit: a commit during other writes took 30 ms and delayed them; a commit after them takes 3
+ms.
 
-The queue (``write_queue.py``) is bounded. Pages that do not fit are put off. If such a page has left the host
-tier before it can be queued, it is not written and counts as ``disk_dropped_pages``. This counter shows that
-the disk is slower than the engine.
+The queue (``write_queue.py``) is bounded. Pages that do not fit are put off. If a page has left the host tier
+before it can be queued, it is not written and counts as ``disk_dropped_pages``. This counter shows that the
+disk is slower than the engine.
 
 If the disk fails, the batch is undone, the queue is emptied, and nothing is written until the disk works
-again. This thread also probes the failed disk, because it has nothing else to do then and no caller waits for
-it. Pages that were not written meanwhile are written later if the host tier still has them.
+again. The writing thread also probes a failed disk, because it has nothing else to do then and no caller
+waits for it. Pages that were not written meanwhile are written later if the host tier still has them.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class WriteBehind:
         return not self._queue.pending and not self._queue.late
 
     def enqueue(self, pages: Sequence[Page]) -> None:
-        """Queue these pages of the host tier for writing. They may be dropped instead."""
+        """Queue these pages of the host tier for writing, or drop some of them."""
         self._queue.put(pages)
         self._state.changed.notify_all()
 
@@ -167,7 +168,8 @@ class WriteBehind:
                         self._forget_encoded(writes[0].pages)
                         written += writes.popleft().pages
                 elif written:
-                    durable = self._make_durable(written)
+                    verified = self._verified(written)
+                    durable = verified if self._commit(verified) else []
                     under_way.clear()
                     written, nbytes = [], 0
                     continue  # the disk is idle, so start the next write before marking pages as ready
@@ -183,11 +185,6 @@ class WriteBehind:
         if self._housekeeping_due():
             self._commit([])
         self._disk.session_keys.free(self._disk.page_table)
-
-    def _make_durable(self, written: Sequence[Page]) -> list[Page]:
-        """Commit the written pages. Return the pages that are durable now."""
-        verified = self._verified(written)
-        return verified if self._commit(verified) else []
 
     def _write_next(self, under_way: list[Page]) -> _Write | None:
         """Start to write the next batch. Return None if no queued page can be written."""

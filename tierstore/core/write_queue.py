@@ -3,11 +3,11 @@
 All methods need the store's lock. A page in the queue, or in a batch taken from the queue, is leased in the
 host tier, which keeps its bytes there.
 
-The queue is bounded in bytes. It is empty while the disk is not writable; otherwise half of the host tier
-would stay leased until the disk works again. A page is *owed* if it did not fit, or if it was refused or
-given up because of the disk. An owed page has no lease. When the queue has room and the disk works, an owed
-page is queued again, if the host tier still has it. If the host tier has evicted it, the page is *dropped*
-and counted.
+The queue is bounded in bytes. The queue is empty while the disk is not writable, because queued pages would
+keep half of the host tier leased until the disk works again. A page is *owed* if it did not fit, or if it was
+refused or given up because of the disk. An owed page has no lease. When the queue has room and the disk
+works, an owed page is queued again, if the host tier still has it. If the host tier has evicted it, the page
+is *dropped* and counted.
 
 A page is written only after its parent, because a page without its parent could not be found. Pages that were
 dropped are written by a later save of the same prefix.
@@ -80,7 +80,7 @@ class WriteQueue:
         causes: dict[Page, Cause] = {}  # why refused pages are not written
         for page in pages:
             if page in self._pending:
-                continue  # it was queued together with an earlier page
+                continue  # the page was queued together with an earlier page
             if page.parent in stuck:
                 stuck[page] = stuck[page.parent]
                 self._state.counters.disk_dropped_pages += stuck[page]
@@ -177,8 +177,8 @@ class WriteQueue:
 
     def _missing(self, page: Page) -> tuple[list[Page], Page | None]:
         """Return ``page`` and its ancestors that must be written first, top down. If an ancestor cannot be
-        written, return no pages and that ancestor. Such an ancestor is lost, or is still being filled; then
-        ``page`` is queued together with it later."""
+        written, return no pages and that ancestor. The ancestor is lost, or is still being filled; in the
+        second case, ``page`` is queued later, together with the ancestor."""
         missing: list[Page] = []
         node: Page | None = page
         while node is not None and node.parent is not None:
@@ -217,7 +217,8 @@ class WriteQueue:
         self._state.leases.release_all(pages, Tier.HOST)
 
     def give_up(self, page: Page) -> None:
-        """Give up writing a page, and drop it or owe it."""
+        """Give up writing a page. If the disk cannot be written, the page becomes owed; otherwise it is
+        dropped."""
         self._drop(page)
         self.finish([page])
 

@@ -93,8 +93,8 @@ class Writing:
     def _reserve(
         self, view: PromptView, chunks: range, hints: SaveHints, waiter: Waiter | None
     ) -> Transfer[Reservation | None] | None:
-        """Reserve pages. If another reservation covers one of them, return None, and call ``waiter`` when the
-        write of that page ends."""
+        """Reserve pages. If another reservation covers one of the pages, return None, and call ``waiter``
+        when the write of that page ends."""
         state = self._state
         with state.lock:
             if state.closed:

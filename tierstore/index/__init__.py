@@ -6,8 +6,8 @@ have copies. No lookup matches past a tombstone.
 
 The tree holds the pages in use. A page that is only on disk and is not held may be *unloaded*: it leaves the
 tree (:meth:`Index.unload`) and only the disk tier knows it, until a lookup reloads it (:meth:`Index.reload`).
-The ancestors of a page in the tree are also in the tree. So the pages in use bound the memory, not the pages
-on disk.
+The ancestors of a page in the tree are also in the tree. So memory is proportional to the pages in use, not
+to the pages on disk.
 
 Two rules, both in :meth:`Page.may_leave`, keep every held page reachable by a lookup:
 

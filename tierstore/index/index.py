@@ -55,7 +55,7 @@ class EvictionQueues:
 
     def offer_all(self, page: Page) -> None:
         """Queue those of the page's copies that may leave."""
-        # Not a loop: this runs several times for each page that is added or removed.
+        # Not a loop, because this method runs several times for each page that is added or removed.
         hbm, host, disk = page.copies
         if hbm is not None and not hbm.queued:
             self.offer(page, Tier.HBM)
@@ -429,7 +429,7 @@ class Index:
     def touch_named(self, depths: Mapping[Page, int], *, hit: bool) -> None:
         """Do :meth:`touch` for named pages, given with the number of pages before each in its prompt. A named
         page has no parent that must stay longer, and one prompt's pages arrive in several requests. So a
-        page counts as used slightly earlier than the pages before it."""
+        named page counts as used slightly earlier than the pages before it."""
         self.tick += 1
         for page, depth in depths.items():
             page.depth = depth + 1
@@ -462,8 +462,8 @@ class Index:
         self.release_all([(page, tier)])
 
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
-        """Add a lease to each of these copies. This and ``release_all`` do not call functions for each page,
-        because they run at every lookup."""
+        """Add a lease to each of these copies. ``lease_all`` and ``release_all`` call no function for each
+        page, because they run at every lookup."""
         leases, in_pool, several = self.leases, self._leased_in_pool, self._several_pools
         for page, tier in held:
             copy = page.copies[tier]

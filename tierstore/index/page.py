@@ -72,7 +72,7 @@ class Page(Struct, gc=False, eq=False):
     session: int = 0  # the only session that saved the page or one below it; 0: no session, or several
     serial: int = 0  # the page's number on disk; 0: not on disk
     record: PageRecord | None = None  # the disk tier's record of the page
-    made_s: float = 0.0  # when it was saved, on the clock of the tree's Ages
+    made_s: float = 0.0  # time at which the page was saved, on the clock of the tree's Ages
     checksum: int | None = None  # XXH3-64 of the host copy; None while it is unknown
     tombstone: bool = False  # the disk copy was lost, but pages below it are still on disk
     pool: int = 0  # in HBM: number of the layer group's pool
@@ -86,7 +86,7 @@ class Page(Struct, gc=False, eq=False):
 
     @classmethod
     def below(cls, parent: Page, key: PageKey, tokens: bytes) -> Page:
-        """Return a new page below ``parent``. It is not yet one of the parent's children."""
+        """Return a new page below ``parent``, without adding it to the parent's children."""
         page = cls(parent, parent.identity, key, tokens, parent.nbytes, parent.depth + 1)
         page.pool, page.worth = parent.pool, parent.worth
         return page
@@ -123,7 +123,8 @@ class Page(Struct, gc=False, eq=False):
 
     def ready_tier(self) -> Tier | None:
         """Return the fastest tier with a complete copy."""
-        # Not a loop: this runs for each page of each lookup, and iterating over an enum is slow.
+        # Not a loop, because this method runs for each page of each lookup and iterating over an enum is
+        # slow.
         hbm, host, disk = self.copies
         if hbm is not None and hbm.ready:
             return Tier.HBM

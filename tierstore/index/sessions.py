@@ -201,7 +201,7 @@ class HintTracker:
 
     def hinted_alike(self, pages: Sequence[Page]) -> list[Page]:
         """Return those of ``pages`` that have the hint of this save and were not used since they received it.
-        They are usually earlier batches of this save, which the save is about to use again."""
+        Such pages are usually earlier batches of this save, which the save is about to use again."""
         if self._hint is None:
             return []
         hint = self._hint.facts(self._sessions.clock())
@@ -225,8 +225,8 @@ class HintTracker:
             page.session = NO_SESSION
 
     def saved(self, pages: Sequence[Page]) -> None:
-        """Record that these pages, a part of one chain, are stored or about to be stored. Their use must have
-        been recorded before."""
+        """Record that these pages, a part of one chain, are stored or about to be stored. The use of these
+        pages must have been recorded before."""
         last = pages[-1] if pages else self._parent
         if self._named:
             self._sessions.saved_named(self._tenant, self._session, pages)
@@ -244,7 +244,8 @@ class HintTracker:
 
     def _about(self, pages: Sequence[Page], hint: PageHint) -> list[Page]:
         if hint.reuse < Reuse.UNKNOWN:
-            return [page for page in pages if page in self._new or self._is_own(page)]
+            own = self._number
+            return [page for page in pages if page in self._new or page.session == own != NO_SESSION]
         about = list(pages)
         if self._number != NO_SESSION:
             above = pages[0].parent if pages else self._parent
@@ -253,6 +254,3 @@ class HintTracker:
                     break  # this page received the same hint before, and so did the pages before it
                 about.append(page)
         return about
-
-    def _is_own(self, page: Page) -> bool:
-        return page.session == self._number != NO_SESSION

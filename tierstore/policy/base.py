@@ -89,5 +89,5 @@ def hint_score(facts: PageFacts) -> Number:
     """Return the part of a page's score that its hint adds. A hint outweighs all other facts, and in a hint,
     the reuse outweighs the priority."""
     if isinstance(facts.reuse, int) and not facts.reuse and not facts.priority:
-        return 0.0  # the case of nearly all pages
+        return 0.0  # nearly all pages have no hint
     return (np.multiply(facts.reuse, float(_PRIORITIES)) + facts.priority) * _HINT_STEP

@@ -15,7 +15,7 @@ _DOUBLINGS = tuple(math.log2(1 + hits) for hits in range(_MOST_HITS + 1))
 
 
 class LRU(Policy):
-    """The least recently used page leaves first. This is the baseline for every other policy."""
+    """The least recently used page leaves first. LRU is the baseline for every other policy."""
 
     name = "lru"
 

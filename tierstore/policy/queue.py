@@ -20,7 +20,7 @@ class QueueEntry(Struct, kw_only=True, gc=False, eq=False):
 
 E = TypeVar("E", bound=QueueEntry)
 _LOOKS_AGAIN = 8  # queued copies that are scored again for each eviction after a policy's revision
-_Place: TypeAlias = "tuple[float, int, int, E]"  # score, minus the depth, number of the offer, entry
+_Place: TypeAlias = "tuple[float, int, int, E]"  # (score, negative depth, number of the offer, entry)
 
 
 class EvictionQueue(Generic[E]):
@@ -80,8 +80,8 @@ class EvictionQueue(Generic[E]):
         return None
 
     def _look_again(self) -> None:
-        """After a revision, queue some copies again whose scores have fallen. Their old heap entries are
-        ignored later."""
+        """After a revision, queue some copies again whose scores have fallen. The copies' old heap entries
+        are ignored later."""
         if not self._outdated and self._policy.revision != self._revision:
             self._revision = self._policy.revision
             self._outdated = self._heap.copy()

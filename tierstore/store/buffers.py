@@ -90,7 +90,7 @@ class HbmPages:
     def __init__(self, pool: PagePool, hbm_pages: Sequence[int]) -> None:
         self.hbm_pages = list(hbm_pages)
         self._pool = pool
-        self._computed = pool.computed()  # at this time, so that copies do not wait for later computation
+        self._computed = pool.computed()  # the work so far, so that copies do not wait for later work
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> Sequence[int | None]:
         copies = [(self.hbm_pages[position], address) for position, address in pages]

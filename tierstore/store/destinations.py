@@ -100,7 +100,7 @@ class IntoHbm(PartLoad):
         self._hbm_pages = [-1] * self.pages
         self._reserved: dict[int, int] = {}  # page of the pool for each missing page, by position
         self._pages_of: list[Page] = []  # the part's whole pages
-        self._kept: list[Page] = []  # the pages of these that are held, so that none leaves the tree
+        self._kept: list[Page] = []  # pages that are held, so that none of ``_pages_of`` leaves the tree
         self._moved = 0
         self._forgets = 0  # value of ``hbm.forgetting.times`` when this load began
 

@@ -1,5 +1,5 @@
-"""Bookkeeping of the pages in the engine's own pools: which pages the store knows, and what holds them. All
-of it is behind one lock. Nothing here copies or waits.
+"""Bookkeeping of the pages in the engine's own pools: which pages the store knows, and what holds them. One
+lock guards the bookkeeping. This module neither copies pages nor waits.
 
 Each layer group has a pool, and all pools share one memory (:mod:`tierstore.tiers.two_level`), which is
 divided into large pages. If a pool has too few pages, cached pages of the other pools are evicted until a
@@ -51,9 +51,9 @@ class HbmTier:
     """The hbm tier of one store (empty without ``pools``), and the store's lock and counters.
 
     A page of a pool is *private* while the engine writes it. :meth:`publish` makes it the HBM copy of a
-    chunk, without moving it. When nothing holds it any more, it stays cached until its space is needed.
-    Callers must hold :attr:`lock` for methods and attributes, unless a docstring says that the method takes
-    the lock. ``group`` is the number of a layer group, whose pool is ``pools[group]``.
+    chunk, without moving it. When nothing holds a published page any more, it stays cached until its space is
+    needed. Callers must hold :attr:`lock` for methods and attributes, unless a docstring says that the method
+    takes the lock. ``group`` is the number of a layer group, whose pool is ``pools[group]``.
     """
 
     def __init__(
@@ -82,7 +82,8 @@ class HbmTier:
     @property
     def forked(self) -> bool:
         """Whether this process is a forked child of the process that opened the store. A child has none of
-        the store's threads, and a lock may never be released in it. So check this before taking a lock."""
+        the store's threads, and a lock may never be released in it. So check ``forked`` before taking a
+        lock."""
         return os.getpid() != self._pid
 
     def require_process(self) -> None:
@@ -356,8 +357,8 @@ class HbmTier:
         return evicted
 
     def evict_from(self, groups: Iterable[int], count: int | None) -> int:
-        """Do :meth:`evict` for one of these pools after another, up to ``count`` pages in total (None: all).
-        Takes the lock."""
+        """Do :meth:`evict` for the given pools, one after another, up to ``count`` pages in total (None:
+        all). Takes the lock."""
         evicted = 0
         with self.lock:
             for group in groups:

@@ -37,8 +37,9 @@ class Source:
 
 
 class HitPart(ABC):
-    """The pages of one layer group that a hit needs, at positions 0, 1, …. The first ones are in the engine's
-    HBM, the remaining ones in the backend. They stay there until :meth:`release` or the end of the leases."""
+    """The pages of one layer group that a hit needs, at positions 0, 1, …. The first pages are in the
+    engine's HBM, the remaining pages in the backend. The pages stay there until :meth:`release` or the end of
+    the leases."""
 
     leading: ClassVar[bool] = True
     """Whether the pages form a prefix. If so, the number of leading pages limits the length of the hit."""
@@ -61,7 +62,7 @@ class HitPart(ABC):
         self._hbm = source.hbm
         self._patience_s = source.patience_s
         self._hbm_lease = source.hbm_lease
-        self._lease = source.lease  # guarded by the store's lock
+        self._lease = source.lease  # needs the store's lock
         self.rule = GroupRule.all()
         """The rule that says which pages a hit needs."""
         self.tokens = tokens
@@ -78,8 +79,8 @@ class HitPart(ABC):
     @property
     @abstractmethod
     def request(self) -> LookupRequest:
-        """The request for the found pages. It is made on demand, because most hits are loaded or released
-        without it."""
+        """The request for the found pages. The request is made on demand, because most hits are loaded or
+        released without it."""
 
     @abstractmethod
     def _below(self) -> LookupRequest | None:
@@ -88,7 +89,7 @@ class HitPart(ABC):
     @abstractmethod
     def to_tell(self) -> tuple[LookupRequest, int] | None:
         """Return a request for pages whose use the daemon does not see in its own lookups, and the first used
-        chunk of that request. None if the daemon has seen the use."""
+        chunk of that request. Return None if the daemon has seen the use."""
 
     def _covers(self, lease: Lease) -> bool:
         """Return whether a renewed lease covers the same pages at the same positions."""
@@ -353,7 +354,7 @@ class RulePart(NamedHitPart):
 @dataclass(frozen=True, slots=True)
 class RemotePages:
     """Pages of one layer group that other hosts probably have: the chunks of a request from ``first`` on.
-    They end at the tokens ``remote_ends``."""
+    The pages end at the tokens ``remote_ends``."""
 
     backend: Backend
     request: LookupRequest
@@ -481,7 +482,7 @@ class Hit:
 
     @property
     def request(self) -> LookupRequest:
-        """The request for the found part of the prompt. Only hits with one part have it."""
+        """The request for the found part of the prompt. Only a hit with one part has such a request."""
         if len(self.parts) != 1:
             raise UsageError(f"a hit over {len(self.parts)} layer groups has no single request")
         return self.parts[0].request

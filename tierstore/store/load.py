@@ -1,7 +1,7 @@
 """Loads of a hit's pages into an engine's pools or a caller's memory.
 
 A :class:`Load` is one transfer over the parts of a hit, one part for each layer group. A :class:`PartLoad`
-loads one part. Its leading pages may be in HBM already; the backend provides the remaining pages. At the
+loads one part. A part's leading pages may be in HBM already; the backend provides the remaining pages. At the
 deadline, the pages that have arrived decide the length of the hit, by the rule that lookups use
 (:mod:`tierstore.groups`). So a late group shortens the hit, and all groups have pages for the same length.
 Pages that the shorter hit does not need are released.
@@ -16,11 +16,11 @@ the engine's work after the copies. So the lease on the source has to last until
 lease that expires is renewed when half of its remaining time has passed.
 
 A load may cover only the chunks ``first`` to ``stop - 1`` of a hit, while an engine computes the other
-chunks. It reports its measurements, the bytes and seconds of each tier, to the planner.
+chunks. A load reports its measurements, the bytes and seconds of each tier, to the planner.
 
 If a page is missing, the load of the part is *cut* before that page, because later pages are useless without
-it. Copied bytes count only if the lease on their source was still valid after the copy. Otherwise, the source
-may have been reused during the copy.
+it. Copied bytes count only if the lease on their source was still valid after the copy, because otherwise the
+source may have been reused during the copy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ device takes several seconds."""
 
 @dataclass(frozen=True, slots=True)
 class HbmCopy:
-    """A page to copy out of HBM. The load has a lease on it."""
+    """A page to copy out of HBM, which the load has leased."""
 
     position: int
     page: Page
@@ -65,7 +65,7 @@ class HbmCopy:
 class _LoadBatch:
     """Pages whose addresses are known, until the last of them has been copied."""
 
-    located: Located | None  # None after the copies, because tasks live longer and would keep the memory
+    located: Located | None  # set to None after the copies, so that the memory is not kept alive
     in_one_go: bool  # whether the device copies the whole batch
     began: float
     measured_bytes: int  # 0 if the copies do not measure a tier
@@ -220,7 +220,7 @@ class PartLoad(ABC):
         self._cut = self.pages
         self.copying = 0
         self._asked = 0  # batches that are requested but not located yet
-        self._asked_of_disk = 0  # number of these batches that are on disk
+        self._asked_of_disk = 0  # number of requested batches that are on disk
         self._batches = 0  # batches that are being copied
         self._next = 0  # the first page that is not requested yet
         self._wanted: list[bool] = []  # whether the backend has to provide the page, by position
@@ -336,8 +336,8 @@ class PartLoad(ABC):
 
     def _ask_for_more(self, *, again: bool = False) -> None:
         """Request the next batches. With ``again``, also repeat a request that found no room, because there
-        may be room now. Repeat only one: its answer may arrive immediately and be short again. The next copy
-        that ends frees more room."""
+        may be room now. Repeat only one request, because its answer may arrive immediately and be short
+        again. The next copy that ends frees more room."""
         lease = self._lease
         while lease is not None and not self.load.transfer.stopped:
             with self.hbm.lock:
@@ -536,8 +536,8 @@ class PartLoad(ABC):
 
 class _Copying:
     """Copies that continue after their load has ended. The lease on their source is renewed until they end.
-    It can only expire before that if the device and the daemon hang for seconds. Then the pool's content is
-    invalid, and the pool reports this to the engine."""
+    The lease can only expire before that if the device and the daemon hang for seconds. In that case, the
+    pool's content is invalid, and the pool reports this to the engine."""
 
     def __init__(self, located: Located, filling: PendingCopy, clock: Callable[[], float]) -> None:
         self._located: Located | None = located

@@ -95,7 +95,7 @@ class Loader:
     def _planned(self, hit: Hit, deadline_s: float | None) -> tuple[int | None, float | None]:
         """Return how many of a hit's chunks are worth loading (None: all), and the deadline. If the caller
         gives a deadline, the whole hit is loaded."""
-        of_caller = any(part.of_caller for part in hit.parts)  # hits of such pages are not planned
+        of_caller = any(part.of_caller for part in hit.parts)  # hits of named pages are not planned
         if deadline_s is not None or of_caller or self._planning.planner.prefill() is None:
             return None, deadline_s
         planned = self._planning.plan(hit, None, block=0)

@@ -1,9 +1,9 @@
 """Lookups: find the longest hit that all layer groups support, in HBM and in the backend.
 
-The store matches a prompt with the pages in HBM. Its request to the backend says which pages are in HBM, and
-the backend finds the longest hit of all layer groups (:meth:`Backend.find_hit
-<tierstore.backend.Backend.find_hit>`). A hit usually ends at the end of a chunk. It may also end inside the
-last chunk that the chained groups have, if every group has a page that ends at that token. Pages that the
+The store matches a prompt with the pages in HBM. The store's request to the backend says which pages are in
+HBM, and the backend finds the longest hit of all layer groups (:meth:`Backend.find_hit
+<tierstore.backend.Backend.find_hit>`). A hit usually ends at the end of a chunk. A hit may also end inside
+the last chunk that the chained groups have, if every group has a page that ends at that token. Pages that the
 caller has named are found individually (:meth:`Backend.find <tierstore.backend.Backend.find>`).
 
 Other hosts may have pages that would make the hit longer. :meth:`Store.fetch_remote
@@ -75,8 +75,8 @@ class Finder:
         self.rules = tuple(group.rule for group in self.groups)
         self.chained, self.named = by_kind(self.groups)
         self.prompts = PromptCache(spec.chunk_tokens)
-        self._layout = spec.describe()  # kept, because every lookup compares it
-        # Groups that the engine defines may have equal layouts. Their prompts always cover the whole model.
+        self._layout = spec.describe()  # stored, because every lookup compares it
+        # Groups that the engine defines may have equal layouts, so a layout does not identify such a group.
         single = self.groups if groups is None else ()
         self._by_layout = {group.spec.describe(): group for group in single}
         self._only = self.chained[0] if len(single) == 1 and self.chained else None
@@ -186,9 +186,9 @@ class Finder:
         gain: int = 0,
         counted: bool = True,
     ) -> Lookup:
-        """Return a lookup that has not been sent yet. Its time limit is ``lookup_s`` after ``began`` (by
-        ``time.monotonic()``), whenever its own request is sent, so that lookups which began together
-        end together. ``gain`` and ``counted``: see :func:`tierstore.lookup_all`."""
+        """Return a lookup that has not been sent yet. The lookup's time limit is ``lookup_s`` seconds after
+        ``began`` (by ``time.monotonic()``), whenever its request is sent, so that lookups which began
+        together end together. ``gain`` and ``counted``: see :func:`tierstore.lookup_all`."""
         return Lookup(self, prompt, _limit(max_tokens), began + self.lookup_s, gain, counted=counted)
 
     def explain(self, prompt: Prompt | TokenIds, max_tokens: int | None, timeout_s: float) -> Lookup:
@@ -327,7 +327,7 @@ class Lookup:
         return self.hit()
 
     def give_up(self) -> None:
-        """Release the leases of the answer, now or as soon as it arrives."""
+        """Release the leases of the answer, now or as soon as the answer arrives."""
         if self._hit is None:
             self._request.give_up()
         else:
@@ -384,7 +384,7 @@ class NamedLookup:
         return Hit(hbm, backend, request.chunk_tokens, part.tokens, [part], branch=part.tokens, others=others)
 
     def give_up(self) -> None:
-        """Release the leases of the answer, now or as soon as it arrives."""
+        """Release the leases of the answer, now or as soon as the answer arrives."""
         answer = self.answer
         if answer is not None and not answer.cancel():
             lease = answer.wait()
@@ -421,7 +421,7 @@ class HitLookup:
         self._chains = [chain.cut(self.limit) for chain in chains]
         self._matches: Sequence[Match] = ()
         self._here: Mapping[int, Mapping[int, Page]] = {}  # named pages in HBM, by group and by their ends
-        self._held = PageLease()  # on all matched pages in HBM, until the hit is known
+        self._held = PageLease()  # a lease on all matched pages in HBM, until the hit is known
         self._local = 0  # length of the hit that the pages in HBM support
         self._branch = 0
         self._ends = 0.0
@@ -625,7 +625,7 @@ class HitLookup:
         return others
 
     def give_up(self) -> None:
-        """Release the leases of the answer, now or as soon as it arrives."""
+        """Release the leases of the answer, now or as soon as the answer arrives."""
         hbm, answer = self._finder.hbm, self.answer
         with hbm.lock:
             hbm.leases.release(self._held)

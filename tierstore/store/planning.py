@@ -41,8 +41,8 @@ class Planning:
         return self.planner.plan(self._parts(hit), length, now_s=now_s, block=block)
 
     def explanation(self, lookup: Lookup, hit: Hit) -> Explanation:
-        """Return why tokens of a prompt are missed. This includes tokens that the plan would not load, tokens
-        that other hosts have, and tokens that an engine always computes."""
+        """Return why tokens of a prompt are missed. The explanation includes tokens that the plan would not
+        load, tokens that other hosts have, and tokens that an engine always computes."""
         used = min(self.plan(hit, lookup.prompt_tokens, block=0).tokens, hit.tokens)
         misses: list[Miss] = []
         if used < hit.tokens:

@@ -1,10 +1,10 @@
 """A cache of a store's recent prompts: their keys and the backend's handles for them.
 
 Most prompts begin like an earlier one: the next turn of a conversation, or another request about the same
-document. Comparing 100K tokens with a remembered prompt takes 20–40 µs. Hashing them takes 500 µs. Sending
-and matching them again takes a daemon several milliseconds. So a prompt that begins like a remembered one
-reuses its keys. For the chunks that the backend remembers, messages contain the remembered prompt's handle
-instead of keys and tokens.
+document. Comparing 100K tokens with a remembered prompt takes 20–40 µs. Hashing 100K tokens takes 500 µs.
+Sending and matching them again takes a daemon several milliseconds. So a prompt that begins like a remembered
+one reuses its keys. For the chunks that the backend remembers, messages contain the remembered prompt's
+handle instead of keys and tokens.
 """
 
 from __future__ import annotations
@@ -137,8 +137,8 @@ class PromptCache:
 
 
 def _renew_handle(known: KnownPrompt, handle: PrefixHandle | None, common: int) -> None:
-    """Give ``known`` the new handle if it covers more chunks. Both prompts share their first ``common``
-    chunks."""
+    """Give ``known`` the new handle if the handle covers more chunks. ``known`` and the new prompt share
+    their first ``common`` chunks."""
     old = known.handle
     if handle is None:
         return

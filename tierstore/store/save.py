@@ -9,8 +9,8 @@ limit waits. Pages that get no slot are not stored, and the save does not wait f
 Every page is hashed during its copy, so that the checksum covers exactly the copied bytes. Pages for a daemon
 on another host are sent from the caller's memory, without a copy.
 
-``save_hbm`` publishes pages in HBM immediately, without moving them. They are held until they have been
-copied or the backend has answered that it needs no copy.
+``save_hbm`` publishes pages in HBM immediately, without moving them. Published pages are held until they have
+been copied, or the backend has answered that it needs no copy.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Save:
                 counters.already_stored_pages += batch.count - len(batch.positions)
             else:
                 counters.not_stored_pages += self._count - batch.first - len(batch.positions)
-                self._skip_the_rest()  # because pages behind a missing page could never be found
+                self._skip_the_rest()  # pages behind a missing page could never be found
             more = self._next < self._count
         if more:
             self._budget.request(self)
@@ -260,7 +260,7 @@ class Save:
                 if checksum is not None:
                     done[position] = checksum
             copied = True
-        finally:  # also after an error of a device: callers wait until these copies have ended
+        finally:  # after an error of a device, too: callers wait until these copies have ended
             with self._hbm.lock:
                 self._copying -= 1
                 self._hbm.changed.notify_all()
@@ -303,8 +303,8 @@ class Save:
                 self._backend.abort(reservation)
             self._committed(batch, 0)
             return
-        # If the backend does not answer, the pages may or may not be stored. They are not counted, and a
-        # later save may store them.
+        # If the backend does not answer, the pages may or may not be stored. Such pages are not counted as
+        # stored, and a later save may store them.
         committed = self._backend.commit(reservation, batch.done)
         committed.on_end(lambda: self._committed(batch, committed.wait()))
 
@@ -327,7 +327,7 @@ class Save:
             self._hbm.changed.notify_all()
         self._budget.batch_ended(batch.nbytes)
         if last:
-            if self._handle is not None:  # the prompt's next save usually begins here
+            if self._handle is not None:  # the next save usually continues this prompt
                 self._prompts.remember(self._request, self._handle)
             self.transfer.finish()
 

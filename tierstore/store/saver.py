@@ -27,7 +27,7 @@ _DONE = Hint(reuse="done")
 @dataclass(frozen=True, slots=True)
 class _PagesToSave:
     """Pages to save, from page ``first`` of ``request`` on. For named pages of a ``prompt``, ``ends`` are the
-    tokens at which they end. The last of them may have ``lacking`` tokens fewer than a chunk."""
+    tokens at which they end. The last named page may have ``lacking`` tokens fewer than a chunk."""
 
     group: Group
     request: LookupRequest

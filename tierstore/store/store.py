@@ -63,7 +63,7 @@ def _forget(
     in_pools.forget(what)
     receipt = store.backend.forget(tenant=tenant, model=model, session=session)
     store._finder.prompts.clear()
-    in_pools.forget(what)  # again, for pages that loads have added meanwhile
+    in_pools.forget(what)  # a second time, for pages that loads have added meanwhile
     return None if receipt is None else replace(receipt, hbm_pages=in_pools.pages - before)
 
 
@@ -160,7 +160,7 @@ class Store:
 
     @property
     def planner(self) -> Planner:
-        """The planner. It may be replaced by a planner that several stores share."""
+        """The planner, which may be replaced by a planner that several stores share."""
         return self._planning.planner
 
     @planner.setter
@@ -190,7 +190,7 @@ class Store:
         self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, counted: bool = True
     ) -> Hit:
         """Return the longest prefix of ``prompt`` (at most ``max_tokens`` tokens) that all layer groups can
-        serve from any tier. Its pages are leased until the hit is loaded or released, or the lease ends. Give
+        serve from any tier. The pages are leased until the hit is loaded or released, or the lease ends. Give
         ``counted=False`` for a second lookup for the same request, so that statistics count it once."""
         return lookup_all([(self, prompt)], max_tokens=max_tokens, counted=counted)[0]
 
@@ -249,10 +249,10 @@ class Store:
         self, hit: Hit, first: int, stop: int, *, deadline_s: float | None = None, last: bool = False
     ) -> Transfer[Loaded]:
         """Load the chunks ``first`` to ``stop - 1`` of a hit into HBM pages. The result has the pages that
-        arrived. Its tokens count from the prompt's start. The load that reaches the end of the hit also loads
-        the named pages that the hit needs. If these pages support no hit beyond ``first``, its result has no
-        pages. The load with ``last`` releases the hit; otherwise, the caller releases it. Parts may be loaded
-        in any order: a part can be found again when all parts before it are published, too."""
+        arrived. The result's tokens count from the prompt's start. The load that reaches the end of the hit
+        also loads the named pages that the hit needs. If these pages support no hit beyond ``first``, its
+        result has no pages. The load with ``last`` releases the hit; otherwise, the caller releases it. Parts
+        may be loaded in any order: a part can be found again when all parts before it are published, too."""
         self._check_hit(hit)
         deadline_s = optional_seconds("deadline_s", deadline_s)
         return self._loader.into_hbm(hit, first, stop, deadline_s=deadline_s, last=last)
@@ -267,8 +267,8 @@ class Store:
         keep: bool = False,
         deadline_s: float | None = None,
     ) -> Transfer[Loaded]:
-        """Load ``count`` pages of a hit (None: all) from page ``first`` on into the caller's target. This
-        needs a store without pools and a hit of one group (:meth:`Prompt.pages_of`). After the transfer has
+        """Load ``count`` pages of a hit (None: all) from page ``first`` on into the caller's target. The
+        store must have no pools, and the hit one group (:meth:`Prompt.pages_of`). After the transfer has
         ended, nothing is written to the target any more. The tokens of the result count from the hit's start.
         With ``keep``, the hit is not released, so that more of it can be loaded."""
         self._check_hit(hit)
@@ -284,8 +284,7 @@ class Store:
     # -- planning, other hosts --------------------------------------------------------------------------
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """Record the time of a prefill step: ``tokens`` tokens of a prompt, after its first ``behind``
-        ones."""
+        """Record the time of a prefill step of ``tokens`` tokens, which follow ``behind`` others."""
         self.planner.computed(tokens, behind, seconds)
 
     def plan(self, hit: Hit, prompt_tokens: int | None = None, *, block: int = 0) -> Plan:
@@ -317,8 +316,7 @@ class Store:
         up to ``tokens`` tokens of the prompt (None: all). Return None if there are none, or if the
         measurements say that computing them is faster. The result is the number of pages that arrived in
         time: within ``deadline_s`` seconds, or by default within the time that computing them takes, at most
-        2 s. Look up the prompt again to use the pages. The hit does not change, and the caller still has to
-        release it."""
+        2 s. Look up the prompt again to use the pages. The caller still has to release the hit."""
         self._check_hit(hit)
         return self._planning.fetch_remote(hit, tokens, optional_seconds("deadline_s", deadline_s))
 
@@ -349,16 +347,17 @@ class Store:
         have been saved already. For other groups, save the chunks that a hit needs
         (``store.groups[group].chunks``), in any order.
 
-        Each page is a buffer of ``page_bytes`` that must not change before the transfer ends. Then its bytes
-        are in the host tier, and the store writes them to disk in the background (see :meth:`flush`). The
-        result is the number of stored tokens. Pages that were already stored count, but are not copied again.
+        Each page is a buffer of ``page_bytes`` that must not change before the transfer ends. After the
+        transfer, the bytes are in the host tier, and the store writes them to disk in the background (see
+        :meth:`flush`). The result is the number of stored tokens. Pages that were already stored count, but
+        are not copied again.
 
         ``hint`` says what the caller knows about the future use of the pages. ``session`` is any name for
         their conversation (see :mod:`tierstore.types` and :meth:`finish`). Neither changes what is found or
-        loaded, only what a full tier evicts first. A save without pages can have them, too. The end of the
-        last named page is a save point of the session: a position where a hit may end. Save points that it
-        supersedes are dropped (:mod:`tierstore.retention`). Save without a session where prompts diverge,
-        because such a save point belongs to several conversations."""
+        loaded, only what a full tier evicts first. A save without pages can have a hint and a session, too.
+        The end of the last named page is a save point of the session: a position where a hit may end. Save
+        points that it supersedes are dropped (:mod:`tierstore.retention`). Save without a session where
+        prompts diverge, because such a save point belongs to several conversations."""
         source = Buffers(pages, self._finder.group(group).page_bytes, writable=False)
         return self.save_from(
             prompt, source, len(source), first=first, group=group, hint=hint, session=session
@@ -391,7 +390,7 @@ class Store:
         hint: Hint | None = None,
         session: str | None = None,
     ) -> Transfer[int]:
-        """Do :meth:`save` for pages of the group's pool that the caller owns. They are published without
+        """Do :meth:`save` for pages of the group's pool that the caller owns. The pages are published without
         being moved, become read-only, and stay cached after ``release_hbm``."""
         self._require_open()
         self._pool(group)
@@ -448,13 +447,13 @@ class Store:
         return pool.large_pages.size
 
     def release_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
-        """Release pages that the caller owns. Call it once for each time that it came to own a page."""
+        """Release pages that the caller owns. Release a page as many times as the caller has got it."""
         hbm_pages = checked_hbm_pages(self._pool(group), hbm_pages)
         with self._hbm.lock:
             self._hbm.release(hbm_pages, group)
 
     def lose_hbm(self, hbm_pages: Sequence[int], *, group: int = 0) -> None:
-        """Stop serving pages whose content is lost. They stay allocated until nothing holds them."""
+        """Stop serving pages whose content is lost. Such pages stay allocated until nothing holds them."""
         self._hbm.lose(checked_hbm_pages(self._pool(group), hbm_pages), group)
 
     def available_hbm(self, *, group: int = 0) -> int:
@@ -516,8 +515,8 @@ class Store:
         self.backend.check()
 
     def wait_connected(self, timeout: float | None = None) -> bool:
-        """Wait until the backend answers. Return False if ``timeout`` seconds pass first. This is optional:
-        until a daemon answers, lookups find only pages in HBM."""
+        """Wait until the backend answers. Return False if ``timeout`` seconds pass first. Waiting is
+        optional: until a daemon answers, lookups find only pages in HBM."""
         self._hbm.require_process()
         return self.backend.wait_connected(optional_seconds("timeout", timeout))
 
@@ -528,7 +527,7 @@ class Store:
         return self.backend.connected
 
     def wait_ready(self) -> None:
-        """Block until the store has reached its full speed. (It works before that, but more slowly.)"""
+        """Block until the store has reached its full speed. (Before that, the store works more slowly.)"""
         self._hbm.require_process()
         self.backend.wait_ready(self.lookup_s)
 
