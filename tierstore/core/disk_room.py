@@ -7,8 +7,8 @@ evicted, a tenth to a fifth of the disk would be idle under traffic of mixed siz
 * A class that has pages among the worst 1/32 of all bytes evicts those pages: each frees a usable slot at
   once. Evicting pages of the same class is the usual case, because in steady traffic the pages of all classes
   have similar ages.
-* Any other class has to **grow** at the expense of the classes with the worst pages. Such a class evicts the
-  worst pages of all classes, with as many bytes as the slabs that it needs. Then pages are moved from the
+* Any other class has to **grow** at the expense of the classes with the worst pages. A growing class evicts
+  the worst pages of all classes, with as many bytes as the slabs that it needs. Then pages are moved from the
   emptiest windows (tiers/disk/space.py) to the freed slots (disk_moves.py).
 * **Idle** space in slabs of classes that are no longer written is collected by moving pages, without
   evictions. If the idle space consists of gaps between slabs, too small for new pages, pages next to the gaps
@@ -175,7 +175,7 @@ class DiskRoom:
 
     def _collect_idle(self, nbytes: int, wanted: Counter[int]) -> bool:
         """Move pages to make idle free space usable, if there is enough of it. Return whether there is room
-        for such a page now."""
+        for a page of ``nbytes`` now."""
         idle = self._idle(wanted)
         self._idle_bytes = min(self._idle_bytes, idle)
         worthwhile = max(self._space.slab_bytes(nbytes), int(self._capacity_bytes * _LEAST_COLLECTED))
@@ -196,7 +196,7 @@ class DiskRoom:
 
     def _empty_windows(self, nbytes: int, wanted: Counter[int], *, joining: bool = False) -> bool:
         """Move pages away to make whole slabs free for pages of ``nbytes``. Return whether there is room for
-        such a page now."""
+        a page of ``nbytes`` now."""
         others = Counter({slot_bytes(each): pages for each, pages in wanted.items() if each != nbytes})
         count = self._windows_for(nbytes, min(wanted[nbytes], self._most_pages(nbytes)))
         most = _MOST_MOVED_TO_JOIN if joining else _MOST_MOVED

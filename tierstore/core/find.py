@@ -109,8 +109,8 @@ def _load_below(state: StoreState, parent: Page, prompt: Prompt, max_tokens: int
 def load_named(
     state: StoreState, root: Page, identity: Identity, chunks: Sequence[tuple[PageKey, bytes]]
 ) -> None:
-    """Load named pages that are on disk into the tree, as children of ``root``. ``chunks`` has their keys and
-    tokens."""
+    """Load named pages that are on disk into the tree, as children of ``root``. ``chunks`` has the keys and
+    tokens of these pages."""
     assert state.disk is not None
     disk = state.disk
 

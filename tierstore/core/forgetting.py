@@ -24,8 +24,8 @@ roots stay. Instead of the third step, the session's pages are recorded in the i
 opening removes the recorded pages that the fourth step has not removed. A session's pages are also
 overwritten in an encrypted store. With **session keys**, the forget also covers all pages that the session's
 keys encrypt, including pages that other sessions use, and also after a restart: the page table has the number
-of each page's key. All pages behind such pages are removed, too, and the second step removes the session's
-keys.
+of each page's key. All pages behind a session's pages are removed, too, and the second step removes the
+session's keys.
 
 With a **maximum age**, each lookup first marks the pages in the tree that are too old, and no page on disk
 that is too old enters the tree. A thread removes pages that are too old as it removes a session's pages. The

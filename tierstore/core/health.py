@@ -11,8 +11,8 @@ A tier can fail in three ways:
   removed.
 * **A call does not return**: the tier is *offline* until the call returns. Nothing is tried meanwhile.
 
-The states after failed writes and reads end with a successful *probe* (``DiskTier.probe``): a small page is
-written, synced and read in the background. Users' pages are not used as probes, because they would suffer
+A successful *probe* (``DiskTier.probe``) ends a state that failed writes or reads have caused: a small page
+is written, synced and read in the background. Users' pages are not used as probes, because they would suffer
 from a failed probe, and a tier without requests would never recover. The time between probes doubles from one
 second to a minute. The doubling starts over only when pages were written or read again, because a disk that
 takes a small page but refuses the next batch must not be probed every second forever.
@@ -64,7 +64,7 @@ class TierHealth:
 
 
 class Health:
-    """The health of one tier. Not thread-safe: the store locks."""
+    """The health of one tier. Not thread-safe: the store's lock guards it."""
 
     def __init__(self, tier: str, clock: Callable[[], float], *, stall_s: float = STALL_S) -> None:
         self._tier = tier

@@ -125,8 +125,8 @@ class HitSearch:
 
     def needed(self, at: int) -> tuple[Sequence[int], NamedView, FoundPages]:
         """Return the pages of named group ``at`` that the hit needs and the caller lacks: their ends, and
-        which of these pages are in the tree. The search usually looks these pages up last, so its last result
-        is reused if it fits."""
+        which of these pages are in the tree. The search usually looks up the needed pages last, so its last
+        result is used again if it fits."""
         ends = self.view.named[at].rule.ends(self.length or 0, self.view.chunk_tokens)
         lacking, last = self._lacking(at, ends), self._last[at]
         return last if last is not None and last[0] == lacking else self._ask(at, lacking)

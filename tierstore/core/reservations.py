@@ -48,7 +48,7 @@ class _Branch:
             else b"",
         )
         self._end: Page | None = None
-        self._held: Page | None = None  # held between two steps, so that the next step finds it in the tree
+        self._held: Page | None = None  # page held between steps, so that the next step finds it in the tree
         self._step: list[Page] = []
 
     def begin(self, parent: Page | None) -> None:
@@ -73,7 +73,7 @@ class _Branch:
         return page
 
     def grow(self, page: Page, depth: int) -> None:
-        """Continue the path with this page, which is stored or about to be. ``depth`` pages come before
+        """Continue the path with ``page``, which is stored or about to be, and has ``depth`` pages before
         it."""
         if self._named:
             self._depths[page] = depth
@@ -195,7 +195,7 @@ class ReservationBuilder:
 
     def _page(self, *, following: int) -> Page | None:
         """Return the next page, which is in the host tier or gets a slot there; None if it is in no tier and
-        gets no slot. ``following`` is the number of pages after it in the same step."""
+        gets no slot. ``following`` is the number of pages after this page in the same step."""
         state = self._state
         chunk = self._chunks[self._next]
         if chunk >= self._prompt.whole_chunks and self._prompt.registration.identity.whole_pages:

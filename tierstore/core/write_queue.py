@@ -23,7 +23,7 @@ from tierstore.core.departures import NOT_WRITTEN, Cause
 from tierstore.core.state import StoreState
 from tierstore.index import Page, Tier
 
-# Number of pages. At this limit, new owed pages are dropped, because they depend on the older ones.
+# Most owed pages. Beyond this number, new pages are dropped, because they depend on older ones.
 _MOST_OWED = 1 << 14
 _OWED_AT_ONCE = 256  # pages that are queued again under one hold of the lock
 _OWED_LOOKED_AT = 2  # oldest owed pages that are checked for each new one: has the host tier evicted them?

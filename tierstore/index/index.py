@@ -221,7 +221,7 @@ if TYPE_CHECKING:
 
 
 class Index:
-    """The prefix tree, and all operations on its pages. Not thread-safe: the store locks."""
+    """The prefix tree, and all operations on its pages. Not thread-safe: the store's lock guards it."""
 
     def __init__(
         self, policies: Sequence[Policy], *, more_pools: Sequence[Policy] = (), tick: int = 0

@@ -64,7 +64,8 @@ _SIBLINGS_TRIED = 64  # newest siblings tried for a match inside a chunk
 
 
 class Tree:
-    """The pages of all identities. Not thread-safe: the store locks. The index changes the pages' copies."""
+    """The pages of all identities. Not thread-safe: the store's lock guards it. The index changes the pages'
+    copies."""
 
     def __init__(self) -> None:
         self._roots: dict[bytes, Page] = {}

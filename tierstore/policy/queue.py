@@ -31,7 +31,7 @@ class EvictionQueue(Generic[E]):
     score has *fallen* (a hint, an expired time to live) must be offered again. An eviction costs O(log n).
 
     ``facts`` returns the facts about a copy, and ``may_leave`` whether it may leave now. Not thread-safe: the
-    store locks.
+    store's lock guards it.
     """
 
     def __init__(
