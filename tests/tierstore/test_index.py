@@ -105,7 +105,7 @@ class IndexAgainstDict(RuleBasedStateMachine):
     @rule()
     def release(self):
         for _, page, tier in self.leased:
-            self.index.release_copy(page, tier)
+            self.index.release_all([(page, tier)])
         self.leased.clear()
 
     @rule(tier=st.sampled_from(Tier))

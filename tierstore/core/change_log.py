@@ -92,7 +92,6 @@ class ChangeLog:
 
     @property
     def identities(self) -> list[bytes]:
-        """The digests of all followed identities."""
         return list(self._followed)
 
     def tells(self, identity: bytes, tokens: bytes) -> bool:

@@ -84,7 +84,6 @@ class LocalReservation(Reservation):
 
     @property
     def nbytes(self) -> int:
-        """Size of all slots in bytes."""
         return len(self.pages) * slot_bytes(self.page_bytes)
 
 

@@ -110,7 +110,6 @@ class Departures:
             self._volumes.append((now_s, self._left_bytes - nbytes))
 
     def now_s(self) -> int:
-        """Return the time in seconds since 1970."""
         return int(self._clock())
 
     def left_since(self, at_s: int) -> int:

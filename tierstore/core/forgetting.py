@@ -95,7 +95,6 @@ class ForgetLog:
             self._entries.extend(_LOGGED.iter_unpack(stored[_HEAD.size :]))
 
     def add(self, tenant: str | None, model: str | None) -> None:
-        """Record a forget."""
         self.last += 1
         self._entries.append((_logged(tenant), _logged(model)))
 
@@ -202,7 +201,6 @@ class Forgetting:
 
     @property
     def log_name(self) -> bytes:
-        """See :attr:`ForgetLog.name`."""
         return self._log.name
 
     def _told_but(self, number: int) -> int:

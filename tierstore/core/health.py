@@ -108,7 +108,6 @@ class Health:
 
     @property
     def probe_due(self) -> bool:
-        """Whether a probe should run now."""
         return not self._stalled and self._clock() >= self._retry_at
 
     @property
@@ -203,7 +202,6 @@ class Health:
 
     @property
     def line(self) -> str:
-        """The tier's health in one line."""
         if self._shown is Condition.ONLINE:
             return f"{self._tier}: online"
         retry = self.retry_s

@@ -428,7 +428,6 @@ class NamedView(PromptView):
         )
 
     def part(self, chunks: Sequence[int]) -> NamedView:
-        """Return a view of these chunks."""
         parts = [self.chunk(chunk) for chunk in chunks]
         depth = self.depth + chunks[0] if chunks else 0
         keys, tokens = [key for key, _ in parts], b"".join([each for _, each in parts])

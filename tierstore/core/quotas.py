@@ -206,7 +206,6 @@ class Pins:
                 self._undo(pin, pin.times)
 
     def expire(self) -> None:
-        """Undo the pins that have expired."""
         now = self._state.clock()
         while self._ending:
             pin = next(iter(self._ending))
@@ -216,11 +215,9 @@ class Pins:
 
     @property
     def any_ending(self) -> bool:
-        """Whether there are pins that expire."""
         return bool(self._ending)
 
     def tenants(self) -> list[str]:
-        """Return the tenants that have pins."""
         return list(self._pins)
 
     def pages(self, tenant: str) -> int:

@@ -505,7 +505,7 @@ class PendingFills:
     def give_up(self, pages: Iterable[Page]) -> None:
         """Drop the copies of these pages, because filling them has failed."""
         for page in pages:
-            self._index.release_copy(page, Tier.HOST)
+            self._index.release_all([(page, Tier.HOST)])
             copy = self._index.copy(page, Tier.HOST)
             if copy.children or copy.leases:
                 copy.damaged = True

@@ -386,7 +386,7 @@ class WriteBehind:
             return  # the page was given up before it had a place on disk
         copy = page.copies[Tier.DISK]
         if copy is not None and not copy.ready:
-            self._state.index.release_copy(page, Tier.DISK)
+            self._state.index.release_all([(page, Tier.DISK)])
             assert page.record is not None
             room = page.record.room
             self._disk.unreserve(self._state.residency.unwrite(page), room)

@@ -223,7 +223,6 @@ class WriteQueue:
         self.finish([page])
 
     def give_up_all(self) -> None:
-        """Give up writing all waiting pages."""
         while self._waiting:
             self.give_up(self._pop())
 

@@ -293,7 +293,6 @@ class Index:
             self.eviction.offer_all(page)
 
     def set_damaged(self, page: Page, tier: Tier) -> None:
-        """Mark a copy as damaged, so that it is no longer served."""
         copy = self.copy(page, tier)
         copy.ready = False
         copy.damaged = True
@@ -386,7 +385,6 @@ class Index:
         return page
 
     def put_on_disk(self, page: Page, record: PageRecord, *, ready: bool, leases: int = 0) -> None:
-        """Give ``page`` its disk copy."""
         page.record = record
         page.serial = record.serial
         page.tombstone = False
@@ -458,9 +456,6 @@ class Index:
     def lease(self, page: Page, tier: Tier) -> None:
         self.lease_all([(page, tier)])
 
-    def release_copy(self, page: Page, tier: Tier) -> None:
-        self.release_all([(page, tier)])
-
     def lease_all(self, held: Sequence[tuple[Page, Tier]]) -> None:
         """Add a lease to each of these copies. ``lease_all`` and ``release_all`` call no function for each
         page, because they run at every lookup."""
@@ -498,7 +493,6 @@ class Index:
         page.pins += 1
 
     def unpin(self, page: Page, times: int = 1) -> None:
-        """Undo ``times`` calls of :meth:`pin`."""
         assert page.pins >= times, f"{page} is not pinned {times} times"
         page.pins -= times
         self._offer(page)
@@ -508,7 +502,6 @@ class Index:
         page.holds += 1
 
     def unhold(self, page: Page) -> None:
-        """Undo one :meth:`hold`."""
         assert page.holds > 0, f"{page} is not held"
         page.holds -= 1
         self._offer(page)

@@ -80,7 +80,6 @@ class Leases:
             lease.held.clear()
 
     def expire(self) -> None:
-        """End the leases whose time is over."""
         now = self._clock()
         while self._by_end and (self._by_end[0][0] <= now or self._by_end[0][2].released):
             lease = heapq.heappop(self._by_end)[2]

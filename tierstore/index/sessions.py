@@ -59,7 +59,6 @@ class Sessions:
 
     @property
     def any(self) -> bool:
-        """Whether a session has ever existed."""
         return self._numbers > 0
 
     def number(self, tenant: str, name: str | None, now_s: float) -> int:
@@ -92,7 +91,6 @@ class Sessions:
         session.ends = [*ends[-_MOST_ENDS + 1 :], page]
 
     def saved_named(self, tenant: str, name: str | None, pages: Sequence[Page]) -> None:
-        """Record the named pages of a session's save."""
         session = self._sessions.get((tenant, name)) if name is not None else None
         if session is not None:
             for page in pages:

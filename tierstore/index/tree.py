@@ -217,7 +217,6 @@ class Tree:
     # -- listing -------------------------------------------------------------------------------------
 
     def roots(self) -> list[Page]:
-        """Return the roots of all identities."""
         return list(self._roots.values())
 
     def walk(self) -> Iterator[Page]:

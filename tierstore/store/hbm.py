@@ -500,7 +500,6 @@ class HbmTier:
         return {Tier.HBM.label: TierStats(total, used, pages, leased)}
 
     def check(self) -> None:
-        """Assert that the index and the pools agree."""
         self.index.check()
         published: list[dict[int, Page]] = [{} for _ in self.pools]
         for page in self.index.tree.walk():

@@ -278,7 +278,6 @@ class PartLoad(ABC):
         the pool's pages; empty for other destinations. Needs the lock."""
 
     def moved_bytes(self, kept: Sequence[int]) -> int:
-        """Return the number of bytes that were copied for these pages."""
         return len(kept) * self.page_bytes
 
     # -- arrived pages (need the lock) -------------------------------------------------------------------

@@ -91,7 +91,6 @@ class PromptCache:
                 self._drop(next(iter(self._order.values())))
 
     def clear(self) -> None:
-        """Drop all prompts."""
         with self._lock:
             self._buckets.clear()
             self._order.clear()
