@@ -50,9 +50,10 @@ _THREADS = 4  # threads for disk lookups and other slow work
 class Core:
     """The tiers below HBM and everything that decides about them. A core owns its tiers and closes them.
 
-    ``shared`` means that the clients are in other processes: their leases and reservations are limited, and
-    slow work runs on the core's threads instead of the caller's thread. ``defer`` schedules work that an
-    answer to a client need not wait for; if it is None, such work is done before the answer.
+    ``shared`` means that the clients are in other processes: their leases expire, their leases and
+    reservations are limited, and slow work runs on the core's threads instead of the caller's thread.
+    ``defer`` schedules work that an answer to a client need not wait for; if it is None, such work is done
+    before the answer.
     """
 
     def __init__(

@@ -29,12 +29,13 @@ class Quotas:
         self._state = state
         self.quotas = quotas  # bytes by tenant; the daemon replaces it when its settings change
         self._identities: dict[str, set[bytes]] = {}  # digests by tenant
-        self._tenants: dict[bytes, str] = {}  # by digest
+        self._tenants: dict[bytes, str] = {}  # tenants by digest
         self.evicted_pages = 0
 
     def register(self, client: str, identity: Identity) -> None:
-        """Assign the pages of this identity to a tenant: to the outer tenant of a nested one, because agents
-        fetch pages for tenants, or else to the ``client``'s tenant."""
+        """Assign the pages of this identity to the outer tenant of a nested tenant, because agents fetch
+        pages for other tenants. If the identity's tenant is not nested, assign them to the tenant
+        ``client``."""
         tenant = self._tenants[identity.digest] = outer_tenant(identity.tenant) or client
         self._identities.setdefault(tenant, set()).add(identity.digest)
 

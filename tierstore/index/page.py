@@ -20,7 +20,7 @@ _PAGE_COST = 1536  # bytes of memory for the objects of a page with two copies
 
 
 class Tier(enum.IntEnum):
-    """The kinds of memory that hold copies, fastest first."""
+    """The tiers that hold copies, fastest first."""
 
     HBM = 0
     HOST = 1

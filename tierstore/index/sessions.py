@@ -7,8 +7,9 @@ stays after most conversations that begin with it have ended.
 A session remembers its last saved pages; their parents lead to the earlier pages. Named pages have no
 parents, so the session remembers each of them. Unloaded pages are not remembered, so the end of a session may
 miss some pages. Forgetting a session must not miss any: it searches all pages for the session's number
-(:meth:`Sessions.forget`). When there are too many sessions, those without activity for an hour are dropped. A
-restart drops all sessions. This module holds no pages.
+(:meth:`Sessions.forget`). When a session begins, sessions without activity for an hour are dropped, and at
+the limit of sessions also the least recently active one. A restart drops all sessions. This module holds no
+pages.
 
 A "likely" hint applies to the saved pages and to all earlier pages that belong to the same session. An
 "unlikely" hint applies only to saved pages that no other session has used, because saves by other sessions

@@ -12,9 +12,9 @@ So a policy is a formula over facts and keeps no state about single pages.
 **Memory of evicted pages** (``ghosts.py``, 32 to 64 bytes a page): a page that returns within a few turnovers
 of the store keeps its count of hits. Pages that were unloaded before they left the disk are not remembered.
 
-**The default** is :class:`FrequencyAgedLRU`. On a public trace of conversations, it has up to 14 % more hits
-than LRU in a small cache and never more than 1 % fewer. If all frequently used pages become useless at once,
-LRU has up to 6 % more hits (measured with synthetic traffic).
+**The default** is :class:`FrequencyAgedLRU`. On a public trace of conversations, it has 14 % more hits than
+LRU in a small cache and never more than 1 % fewer. If all frequently used pages become useless at once, LRU
+has up to 6 % more hits (measured with synthetic traffic).
 
 **Falling scores.** When a hint says "done", or a time to live ends, the index offers the page again. When the
 mean lifetime of pages falls (``revision``), queued pages have outdated scores that are too high. Such pages

@@ -254,7 +254,7 @@ class PartLoad(ABC):
     def _fill_checked(
         self, targets: Sequence[int], addresses: Sequence[int], checksums: Sequence[int]
     ) -> int:
-        """Copy pages up to the first with an unexpected checksum. Return the number of copied pages."""
+        """Copy pages. Return the number of pages before the first with an unexpected checksum."""
         found = copying.hash_all(addresses, self.page_bytes)
         good = leading_equal(found, checksums)
         self._fill(targets[:good], addresses[:good]).wait()

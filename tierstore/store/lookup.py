@@ -482,7 +482,7 @@ class HitLookup:
         return self._match_ends(group, asked)
 
     def _in_hbm(self, group: Group) -> bool:
-        """Whether HBM may have pages of this group."""
+        """Return whether HBM may have pages of this group."""
         hbm = self._finder.hbm
         return bool(hbm.pools and hbm.published[group.number])
 
@@ -512,7 +512,7 @@ class HitLookup:
 
     def ask_again(self) -> bool:
         """Wait for the answer. If HBM has named pages that end in the chunk where the backend's chains end,
-        send one more request, which names these pages. Only the first answer tells which chunk that is.
+        send one more request, which includes these pages. Only the first answer shows which chunk that is.
         Return whether the request was sent."""
         found = self.answer.wait() if self.answer is not None else None
         patience_s = self._ends - time.monotonic()
@@ -634,7 +634,7 @@ class HitLookup:
             self._release(answer.wait())
 
     def _release(self, found: HitLease | None) -> None:
-        """Release the leases of an answer."""
+        """Release the leases of an answer; nothing for None."""
         for group in found.groups if found is not None else ():
             if group.lease.tokens:
                 self._finder.backend.release(group.lease)
