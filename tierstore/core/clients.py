@@ -18,7 +18,8 @@ from tierstore.transfer import Transfer
 MOST_IDENTITIES = 1024  # per client
 MOST_LEASES = 4096
 MOST_EXPECTING = 64  # prompts whose promised pages a client may wait for: each arriving page is checked
-MOST_EXPECTED_TOKENS = 4 << 20  # tokens of these prompts in total, unless it is a single prompt
+# Tokens of all prompts whose promised pages a client waits for. A single prompt may have more.
+MOST_EXPECTED_TOKENS = 4 << 20
 MOST_WAITING = 4096  # most requests that may wait for a disk: enough for a prefetch for each lease
 # Remembered paths: an engine looks up each prompt once per worker and KV cache group, up to 56 times.
 MOST_PATHS = 1024
@@ -102,7 +103,7 @@ class Client:
     paths: OrderedDict[int, Path] = field(default_factory=OrderedDict)
     path_pages: int = 0
     reserved_bytes: int = 0
-    waiting: int = 0  # requests that wait for a disk
+    waiting: int = 0  # number of requests that wait for a disk
     expecting: dict[Transfer[None], int] = field(default_factory=dict)
     """Transfers that wait for promised pages, and the number of tokens of their prompts."""
     suspects: bool = False  # a page that the client has reported as damaged is being checked

@@ -267,7 +267,7 @@ class Core:
         return busiest(self.state, self.registered, count)
 
     def check(self) -> None:
-        """Assert that index, arena and disk agree. For tests and idle stores."""
+        """Assert that index, arena and disk agree. (Tests and idle stores call this.)"""
         if self.disk is not None:
             self.disk.wait_scanned()
             self.forgetting.wait()

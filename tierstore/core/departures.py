@@ -168,7 +168,7 @@ class Departures:
         causes = (entries["mark"] & _FACTS) >> _TIER_BITS
         entries = np.sort(entries[np.isin(causes, list(Cause))], order="at_s")
         rows = (entries["mark"] >> np.uint64(_ROW_SHIFT)).astype(np.int64) & self._row_mask
-        order = np.argsort(rows, kind="stable")  # by row, and within a row by time
+        order = np.argsort(rows, kind="stable")  # sorted by row, and within a row by time
         newer = np.searchsorted(rows[order], rows[order], side="right") - 1 - np.arange(len(order))
         kept = newer < _ROW
         places = rows[order][kept] * _ROW + newer[kept]

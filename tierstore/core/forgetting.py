@@ -484,7 +484,7 @@ class Forgetting:
 
     def _mark(self, pages: Sequence[Page], *, erased: bool) -> int:
         """Mark these pages, so that no lookup finds them. With ``erased``, their bytes on disk are
-        overwritten when they leave. Return the number of their copies in host memory."""
+        overwritten when they leave. Return the number of the pages' copies in host memory."""
         condemn = self._state.residency.condemn
         in_host = 0
         for start in range(0, len(pages), _MARKED_AT_ONCE):

@@ -101,7 +101,7 @@ class Lookups:
             if state.closed:
                 return Transfer.completed(None)
             if not client.may_expect(view.num_tokens) or not self._waits(view, limit, waiter):
-                return Transfer.completed(None)  # at a limit, do not wait: lookups return the pages so far
+                return Transfer.completed(None)  # at a limit, do not wait: a lookup returns the pages so far
             client.expecting[transfer] = view.num_tokens
             on_disk = self.core.disk is not None and self.may_be_on_disk(view)
         if on_disk:  # the promised pages may follow pages that are only on disk

@@ -300,8 +300,8 @@ class Misses:
 
     def _group_misses(self, view: HitView, hit: int, branch: int) -> Iterator[Miss]:
         """Yield why the hit is shorter than the stored prefix of the groups with chained pages. Up to the
-        last length whose named pages were all stored once, the reason is that they have left. For the tokens
-        after that length, the reason is that the pages were never saved."""
+        last length whose named pages were all stored once, the reason is that these pages have left. For the
+        tokens after that length, the reason is that the pages were never saved."""
         chunk = view.chunk_tokens
         whole = branch - branch % chunk
         ends = [branch, *range(whole - (whole == branch) * chunk, hit, -chunk)]

@@ -19,7 +19,7 @@ _HALF_LIFE_S = 300.0  # time after which a report has half its weight
 _LEAST_TOKENS = 1 << 14  # with fewer declined tokens, saves are always written
 _DECLINED_TO_READ = 8.0  # saves are not written if clients decline at least this many times what they read
 _DAY_S = 86400.0
-_SAVED_UP_S = 3600.0  # the most unused budget, as the time in which it is granted
+_SAVED_UP_S = 3600.0  # most unused budget that is saved up, as the seconds in which it is granted
 
 
 class WriteWorth:

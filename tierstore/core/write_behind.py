@@ -43,7 +43,8 @@ _log = logging.getLogger(__name__)
 
 _BATCH_BYTES = 32 << 20  # largest batch; also at most a quarter of the queue
 _LEAST_BESIDE = 1 << 20  # queued bytes from which on another write is started while others run
-# bytes after which they are committed (or half of the queue): a commit takes several milliseconds
+# Written bytes after which they are committed (at most half of the queue). A commit takes several
+# milliseconds.
 _COMMIT_BYTES = 256 << 20
 _WRITES_AT_ONCE = 3  # writes at the same time, so that the disk has work when one of them ends
 _AT_ONCE = 128  # pages that are marked as ready under one hold of the lock

@@ -42,7 +42,7 @@ class HitPart(ABC):
     the leases."""
 
     leading: ClassVar[bool] = True
-    """Whether the pages form a prefix. If so, the number of leading pages limits the length of the hit."""
+    """Whether the pages form a prefix, so that the number of leading pages limits the length of the hit."""
     of_caller: ClassVar[bool] = False
     """Whether the caller has named the pages."""
 

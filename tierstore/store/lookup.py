@@ -581,7 +581,7 @@ class HitLookup:
         )
 
     def _misses(self, found: HitLease) -> Sequence[Miss]:
-        """Return why tokens are missed. The layer groups have the model's numbers."""
+        """Return why tokens are missed, with the model's numbers of the layer groups."""
         numbers = [group.number for group in (*self._chained, *self._named)]
         return [
             miss if miss.group is None else replace(miss, group=numbers[miss.group])

@@ -508,7 +508,7 @@ class Store:
         return self._hbm.stats_over(self.backend.stats(), failed_tasks=self._mover.failed_tasks)
 
     def check(self) -> None:
-        """Assert that all redundant counts agree. For tests and idle moments."""
+        """Assert that all redundant counts agree. (Tests and idle stores call this.)"""
         self._hbm.require_process()
         with self._hbm.lock:
             self._hbm.check()
