@@ -48,9 +48,9 @@ class EvictionQueues:
             if page.may_unload():
                 self.idle.setdefault(page)
         elif copy is not None and not copy.queued and page.may_leave(tier):
-            self._queue(tier, page.pool).offer(copy)
+            self.queue(tier, page.pool).offer(copy)
 
-    def _queue(self, tier: Tier, pool: int) -> EvictionQueue[Copy]:
+    def queue(self, tier: Tier, pool: int) -> EvictionQueue[Copy]:
         return self._host if tier is Tier.HOST else self._hbm[pool]
 
     def offer_all(self, page: Page) -> None:
@@ -71,13 +71,7 @@ class EvictionQueues:
             if copy is not None:
                 copy.queued = False
                 if page.may_leave(tier):
-                    self._queue(tier, page.pool).offer(copy)
-
-    def victim(self, tier: Tier, tick: int, pool: int = 0) -> Page | None:
-        """Return the page whose copy in a memory tier (HBM: in this ``pool``) leaves next by the tier's
-        policy; None if no copy may leave."""
-        copy = self._queue(tier, pool).victim(tick)
-        return copy.page if copy is not None else None
+                    self.queue(tier, page.pool).offer(copy)
 
     def queued(self, tier: Tier) -> set[int]:
         """Return the ids of the queued copies (for checks)."""
@@ -441,7 +435,8 @@ class Index:
     def victim(self, tier: Tier, pool: int = 0) -> Page | None:
         """Return the page whose copy in a memory tier (HBM: in this ``pool``) leaves next by the tier's
         policy; None if no copy may leave."""
-        return self.eviction.victim(tier, self.tick, pool)
+        copy = self.eviction.queue(tier, pool).victim(self.tick)
+        return copy.page if copy is not None else None
 
     def unleased(self, pool: int) -> int:
         """Return how many copies of a pool in HBM have no lease."""

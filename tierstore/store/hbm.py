@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -191,7 +191,8 @@ class HbmTier:
         of the partial tail. Takes the lock."""
         held: dict[int, Page] = {}
         tracker = HintTracker(self.sessions, hints.hint, hints.session, named=request.named)
-        with self.lock, self._released_on_error(held):
+        with self.lock, ExitStack() as on_error:
+            on_error.callback(lambda: self.leases.release_all(list(held.values()), Tier.HBM))
             self.require_open()
             root = page = self.root(request, group)
             for chunk in range(request.saved_from(first), first + len(source.hbm_pages)):
@@ -211,6 +212,7 @@ class HbmTier:
             request.touch(self.index, list(held.values()), (first + at for at in held), hit=False)
             tracker.saved(list(held.values()))
             self._forget_gone()
+            on_error.pop_all()
         return held
 
     def supersede(self, request: LookupRequest, group: int, hints: SaveHints) -> None:
@@ -223,14 +225,6 @@ class HbmTier:
             pages = [page for page in self._named(request, group) if page is not None]
             tracker.about(pages)
             self._leaving.evict_when_idle(pages)
-
-    @contextmanager
-    def _released_on_error(self, held: dict[int, Page]) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self.leases.release_all(list(held.values()), Tier.HBM)
-            raise
 
     def _forget_gone(self) -> None:
         """If pages that have left the tree take enough memory, drop the remaining references to them."""
