@@ -1,1 +1,1 @@
-"""The client of a daemon: its connection, its mapping of the arena, its requests and their answers."""
+"""The client of a daemon: the connection, the mapping of the daemon's arena, requests and answers."""

@@ -1,13 +1,12 @@
-"""A connection's hold on a daemon's arena: the mapping (see ``mapping.py``) and the unix socket that shows
-the daemon that this process lives.
+"""A client's use of a daemon's arena: the memory mapping (see ``mapping.py``) and the arena's unix socket.
 
-The socket is opened once. It hands over the arena's file descriptor and a token, and all messages use it
-(:attr:`Arena.line`). It stays open until the process ends or closes the connection. If the daemon closes its
-end, the daemon is gone. The mapping survives that: a copy that runs under a lease has its own reference and
-may finish, because no process is left to overwrite its source.
+Over the socket the daemon sends the arena's file descriptor and a token, and all messages use the socket
+(:attr:`Arena.line`). While the socket is open, the daemon knows that the client's process lives. If the
+daemon closes the socket, the daemon is gone. The mapping survives the daemon: a running copy under a lease
+has its own reference and may finish, because no process is left to overwrite the pages that it reads.
 
-A forked child has both, too, and would keep its dead parent's connection alive. So the child closes the
-socket without shutting down the connection, which belongs to the parent.
+A forked child inherits the socket, and would keep the connection alive after its parent's death. So the child
+closes the socket without shutting down the connection, which belongs to the parent.
 """
 
 from __future__ import annotations
@@ -27,17 +26,17 @@ from tierstore.wire.framing import FramedSocket
 from tierstore.wire.local_address import require_own_directory, require_own_peer
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC
 
-_SEND_BYTES = 1 << 20  # takes a prompt of 100K tokens at once, if the system permits
+_SEND_BYTES = 1 << 20  # for a prompt of 100K tokens; the system may permit less
 
 _open_arenas: weakref.WeakSet[Arena] = weakref.WeakSet()
 
 
 class ArenaSocket:
-    """A connection to ``PATH.arena`` that has not received the header yet."""
+    """A connection to the arena's socket ``PATH.arena``, before the daemon's header has arrived."""
 
     def __init__(self, path: str) -> None:
-        """Connect. Raise :class:`OSError` if no process listens there, and :class:`StoreUnavailableError` if
-        the directory could belong to another user."""
+        """Connect. Raise :class:`OSError` if no process listens at ``path``, and
+        :class:`StoreUnavailableError` if its directory could belong to another user."""
         require_own_directory(Path(path))
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)  # not inherited on exec
         try:
@@ -53,8 +52,8 @@ class ArenaSocket:
         return self._socket.fileno()
 
     def receive(self) -> Arena:
-        """Read the header, which has arrived, and map the arena. If the data is not the header of a daemon of
-        this version, raise :class:`StoreUnavailableError` and close the connection."""
+        """Read the arrived header and map the arena. If the header is not of this protocol version, raise
+        :class:`StoreUnavailableError` and close the connection."""
         fds: list[int] = []
         try:
             header, fds, _, _ = socket.recv_fds(
@@ -85,8 +84,8 @@ class ArenaSocket:
 
 
 class Arena:
-    """A daemon's arena, mapped as ``memory`` (None once closed). ``Hello`` has to carry ``token`` and goes
-    over ``line``."""
+    """A daemon's arena, mapped as ``memory`` (None after ``close()``). Messages go over ``line``; the first
+    one, ``Hello``, must contain ``token``."""
 
     def __init__(self, connection: socket.socket, mapping: Mapping, token: bytes) -> None:
         self.token = token
@@ -101,7 +100,7 @@ class Arena:
         return mapping.memory if mapping is not None else None
 
     def wait_populated(self) -> None:
-        """Block until copies have reached their full speed."""
+        """Block until the arena's page tables are filled, so that copies run at full speed."""
         mapping = self._mapping
         if mapping is not None:
             mapping.wait_populated()
@@ -112,14 +111,14 @@ class Arena:
         return self._mapping.pin(device, refused)
 
     def close(self) -> None:
-        """Close the socket, which tells the daemon that this connection uses nothing any more."""
+        """Close the socket. The daemon then releases all leases and reservations of this connection."""
         self._socket.close()
         mapping, self._mapping = self._mapping, None
         if mapping is not None:
             mapping.release()
 
     def forget_in_child(self) -> None:
-        """Close the copies that a fork has made."""
+        """Close the socket that a forked child has inherited."""
         self._socket.close()
         self._mapping = None
 

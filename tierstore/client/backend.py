@@ -1,11 +1,11 @@
 """A backend in a daemon. Each method of :class:`~tierstore.backend.Backend` is one or two messages.
 
-On the same host, messages carry no pages: the daemon sends their offsets in its arena, which this process has
-mapped. To and from another host, pages are frames behind a message. The methods are in three parts over one
-state: :mod:`tierstore.client.lookups`, :mod:`tierstore.client.reading` and :mod:`tierstore.client.writing`.
+On the same host, messages contain no pages: the daemon sends the offsets of the pages in its arena, which
+this process has mapped. Between hosts, pages are frames behind a message. The methods are implemented in
+:mod:`tierstore.client.lookups`, :mod:`tierstore.client.reading` and :mod:`tierstore.client.writing`.
 
-**While the daemon is away** every method ends at once, with a miss. Requests are not repeated: the engine
-soon sends the next lookup or save.
+**While the daemon is away** every method returns a miss at once. A failed request is not repeated, because
+the engine soon sends the next lookup or save.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ _FLUSH_STEP_S = 5.0
 
 
 class RemoteBackend:
-    """A daemon's backend over one connection. Thread-safe. ``patience_s`` is the longest wait of a method
-    without its own deadline (saves wait some seconds). ``verify``: compare pages of the arena with their
-    checksums. Without ``loads`` it finds nothing, and without ``saves`` it stores nothing. ``reach`` is
-    :meth:`~tierstore.tiers.pinned.Reach.share` of the device to which pages of the arena are copied.
-    ``clock`` is the clock of the ends of leases."""
+    """A daemon's backend over one connection. Thread-safe.
+
+    ``patience_s`` is the time limit, in seconds, of a method without a deadline of its own (a save has at
+    least 5 seconds). ``verify``: compare pages in the arena with their checksums. Without ``loads`` every
+    lookup misses, and without ``saves`` no page is saved. ``reach`` is
+    :meth:`~tierstore.tiers.pinned.Reach.share` of the device to which pages of the arena are copied. The ends
+    of leases are times of ``clock``."""
 
     def __init__(
         self,
@@ -64,7 +66,7 @@ class RemoteBackend:
         )
         lookups, writing = RemoteLookups(state), RemoteWriting(state)
         reading = RemoteReading(state, lookups)
-        # Bound methods of the parts, so that a call needs no method in between.
+        # Bound methods of the three objects above: forwarding methods would cost one more call each.
         self.register, self.rates, self.declined = state.register, state.rates, state.declined
         self.find, self.find_hit, self.expect = lookups.find, lookups.find_hit, lookups.expect
         self.holds, self.release, self.fetch_remote = reading.holds, state.release, reading.fetch_remote
@@ -141,7 +143,7 @@ class RemoteBackend:
                 return answer is not None and answer.done
 
     def stats(self) -> StoreStats:
-        """Return the daemon's tiers, with the counters of this connection."""
+        """Return the statistics of the daemon's tiers and the counters of this connection."""
         counters: dict[str, Any] = {"connection": asdict(self.connection.counters)}
         answer = self.connection.ask(messages.Stats(0), messages.StatsAnswer)
         below = msgspec.json.decode(answer.json, type=_DaemonStats).store if answer is not None else None
@@ -152,7 +154,7 @@ class RemoteBackend:
         return replace(below, tiers=tiers, key_collisions=0, open_hits=0, failed_tasks=0, counters=counters)
 
     def check(self) -> None:
-        """Check nothing: the daemon checks its own counts."""
+        """Do nothing: the daemon checks its own page counts."""
 
     @property
     def connected(self) -> bool:
@@ -172,6 +174,6 @@ class RemoteBackend:
 
 
 class _DaemonStats(msgspec.Struct):
-    """The part of a daemon's statistics that a store uses."""
+    """The fields of a daemon's statistics that a store uses."""
 
-    store: StoreStats | None = None  # None for a client with a tenant
+    store: StoreStats | None = None  # None for a client of a tenant, which may not see other tenants' numbers

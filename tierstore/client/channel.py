@@ -1,13 +1,12 @@
-"""One connection to a daemon: requests, their answers, and requests without an answer.
+"""The messages of one connection to a daemon: requests, their answers, and messages without an answer.
 
-Any thread sends. A lock guards the wire, so a request needs no hand-over to another thread. The connection's
-thread receives answers, or the thread that waits for one does: it *leads*, and takes its own answer from the
-wire. (Two hand-overs cost as much as the daemon needs for a short prompt.) A leader leaves answers for other
-threads to the connection's thread. That thread watches the wire only while there are requests without a
-leader. It also checks the clock: when the next request may be late, and soon after a lease was released, but
-never without a reason.
+Any thread sends, under a lock, so a request is not handed over to another thread. A thread that waits for an
+answer can become the *leader*: it receives from the wire itself until its answer has arrived. (Two hand-overs
+between threads would take as long as the daemon needs for a short prompt.) The leader passes answers for
+other threads to the connection's thread. The connection's thread receives from the wire only while a request
+has no leader. It also wakes when a request reaches its deadline and 0.1 s after a lease was released.
 
-Leases are released in groups: with the next lookup, before any other request, or 0.1 s later.
+Leases are released in groups: with the next lookup, before any other request, or after 0.1 s.
 """
 
 from __future__ import annotations
@@ -40,18 +39,19 @@ R = TypeVar("R")
 
 
 def numbers(raw: bytes, kind: str) -> npt.NDArray[Any]:
-    """Return numbers as messages carry them (``<u4``, ``<u8``); none if the length cannot be right."""
+    """Decode the numbers in a message; ``kind`` is ``<u4`` or ``<u8``. Return no numbers if the length of
+    ``raw`` is not a multiple of their size."""
     width = np.dtype(kind).itemsize
     return np.frombuffer(raw if len(raw) % width == 0 else b"", kind)
 
 
 class Call(Transfer[R], Generic[A, R]):
-    """A request. Its result is what ``then`` makes of the answer and of the payload that came with it. The
-    answer is None if the daemon is away, did not answer in time, or refused. Wait for the result, ``await``
-    it, or use ``on_end`` (called on the connection's thread).
+    """A request. Its result is ``then(answer, frames)``, with the daemon's answer and the frames behind it.
+    The answer is None if the daemon is away, did not answer in time, or refused the request. Callbacks of
+    ``on_end`` run on the connection's thread.
 
-    ``otherwise`` makes a message to send instead, once, if the daemon has forgotten the path that the request
-    refers to. ``lead`` receives on the waiting thread, if it can (see ``channel.py``).
+    If the daemon has forgotten the path that the request refers to, ``otherwise()`` returns a message that is
+    sent instead, once.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Call(Transfer[R], Generic[A, R]):
     ) -> None:
         super().__init__(self._take, pages=0, nbytes=0, deadline_s=patience_s, clock=clock)
         self.number = 0  # the request's id
-        self.caller_receives = False  # the waiting thread receives the answer
+        self.caller_receives = False  # whether the waiting thread receives the answer
         self.receive: Callable[[Call[A, R]], None] | None = None
         self.asked = clock()
         self.ends = self.asked + patience_s
@@ -77,7 +77,7 @@ class Call(Transfer[R], Generic[A, R]):
 
     @property
     def late(self) -> bool:
-        """Whether it ended without an answer at its deadline."""
+        """Whether the call ended at its deadline without an answer."""
         return self.state is TransferState.EXPIRED
 
     def wait(self, timeout: float | None = None) -> R:
@@ -86,64 +86,64 @@ class Call(Transfer[R], Generic[A, R]):
         return super().wait(timeout)
 
     def answer(self, answer: Answer, frames: Sequence[memoryview] = ()) -> bool:
-        """Take the daemon's answer. Any other message than the expected one counts as no answer. Return False
-        if the answer is too late to be used."""
+        """End the call with the daemon's answer. An answer of an unexpected type counts as no answer. Return
+        False if the call has already ended."""
         if isinstance(answer, self._expected):
             self._answer = answer
             self.frames = frames
         return self._end(TransferState.DONE)
 
     def fail(self) -> bool:
-        """End without an answer."""
+        """End the call without an answer."""
         return self._end(TransferState.DONE)
 
     def _take(self, state: TransferState) -> R:
-        # An answer that arrives at the deadline is given back by the thread that received it.
+        # If an answer arrives at the deadline, the thread that received it releases the leases in it.
         then, self._then = self._then, _taken
         return then(self._answer if state is TransferState.DONE else None, self.frames)
 
 
 def _taken(*_: object) -> NoReturn:
-    raise AssertionError("an answer is taken once")
+    raise AssertionError("the result of a call was computed twice")
 
 
 _log = logging.getLogger(__name__)
 
-_LOOK_S = 0.1  # longest sleep of the connection's thread while there are requests
-_RELEASE_S = 0.1  # longest delay of a release …
-_MOST_RELEASED = 64  # … unless this many leases wait
+_LOOK_S = 0.1  # longest sleep of the connection's thread while requests are open
+_RELEASE_S = 0.1  # longest delay before a released lease is sent to the daemon
+_MOST_RELEASED = 64  # as soon as this many released leases wait, they are sent
 
-# As plain integers: combining two enums takes longer than sending a message.
-_READ, _WRITE = int(select.POLLIN), int(select.POLLOUT)  # the same for poll and epoll
+# Plain integers, because combining two enums takes longer than sending a message.
+_READ, _WRITE = int(select.POLLIN), int(select.POLLOUT)  # poll and epoll use the same numbers
 
 
 @dataclass(slots=True)
 class ConnectionCounters:
-    """Counts since the connection was made."""
+    """Counters since the connection was made."""
 
     links: int = 0
     failed_handshakes: int = 0
     requests: int = 0
-    failed_requests: int = 0  # the daemon was away, or went away
-    late_requests: int = 0  # not answered in time
+    failed_requests: int = 0  # the daemon was away, or went away before it answered
+    late_requests: int = 0  # the daemon did not answer in time
     refused_requests: int = 0
     malformed_answers: int = 0
-    unsent_messages: int = 0  # the daemon did not read
-    failed_callbacks: int = 0  # bugs in tierstore
-    unpinned_arenas: int = 0  # refused by the device's driver: loads from these use plain copies
+    unsent_messages: int = 0  # the daemon did not read its socket
+    failed_callbacks: int = 0  # callbacks that raised an error, which is a bug in tierstore
+    unpinned_arenas: int = 0  # the device's driver refused to pin these arenas: loads use plain copies
 
 
 @dataclass(frozen=True, slots=True)
 class _Arrived:
-    """An answer and the payload behind it."""
+    """An answer and the page frames behind it."""
 
     answer: messages.Answer
     frames: Sequence[memoryview]
 
 
 class Channel:
-    """The use of one link. It ends when the daemon goes away or refuses the link, or when the connection is
-    closed. ``wake_fd`` is an eventfd that wakes :meth:`run`."""
+    """The requests over one link. A channel ends when the daemon goes away or refuses the link, or when the
+    connection is closed. ``wake_fd`` is an eventfd that wakes :meth:`run`."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Channel:
         self._closing = closing
         self._wire = link.wire
         self._heard = self._pinged = time.monotonic()
-        self._arrived: deque[_Arrived] = deque()  # received by a leader for other threads
+        self._arrived: deque[_Arrived] = deque()  # answers that a leader received for other threads
         self.forgotten: Callable[[messages.PagesForgotten], None] = lambda _: None
         self._leading = threading.Lock()
         self._epoll = select.epoll()
@@ -170,15 +170,15 @@ class Channel:
             self._epoll.close()
             raise
         self._lock = threading.Lock()
-        # Guarded by _lock: the wire, and everything below.
+        # _lock guards the wire and all attributes from here to _watched.
         self._pending: dict[int, Call[Any, Any]] = {}
         self._released: list[int] = []
         self._release_by = math.inf
-        self._active = False  # since the last check: the next one is soon and need not be requested
-        self._next_look = -math.inf  # when the connection's thread will check by itself
+        self._active = False  # messages were sent since the last check of the clock, so the next is soon
+        self._next_look = -math.inf  # when the connection's thread will next check the clock
         self._over = False
-        self._unsent = False  # the wire has data that must be flushed
-        self._watched = _READ  # events of the wire that the connection's thread waits for
+        self._unsent = False  # whether the wire has data that must be flushed
+        self._watched = _READ  # events of the wire's descriptor that wake the connection's thread
         self._epoll.register(wake_fd, select.EPOLLIN)
         self._epoll.register(self._wire.fd, self._watched)
         if self._wire.sign_fd != self._wire.fd:
@@ -190,10 +190,11 @@ class Channel:
     # -- the connection's thread -----------------------------------------------------------------------
 
     def run(self) -> None:
-        """Receive until the end. Nothing is sent afterwards. Then the caller calls :meth:`fail_all`."""
+        """Receive until the channel ends. No message is sent afterwards. The caller must then call
+        :meth:`fail_all`."""
         try:
             while not self._closing() and not self._over:
-                now = time.monotonic()  # earlier answers are read before a request counts as late
+                now = time.monotonic()  # before answers are read, so that none of them counts as late
                 self._take_in()
                 self._look_at_the_clock(now)
                 ready = [fd for fd, _ in self._epoll.poll(self._sleep_s())]
@@ -215,15 +216,15 @@ class Channel:
         for each in arrived:
             self._dispatch(each)
         if self._leading.locked():
-            os.eventfd_write(self._led_fd, 1)  # the leader's answer may have been among them
+            os.eventfd_write(self._led_fd, 1)  # one of these answers may have been the leader's
 
     def _say_bye(self) -> None:
-        """Tell the daemon that the connection ends. Without an arena's socket it would notice only after a
-        silence."""
+        """Tell the daemon that the connection ends. Over TCP the daemon would notice only when no ping
+        arrives for some seconds."""
         if self._closing() and self.link.arena is None:
             with self._lock:
                 self._give_back_released()
-                self._over = True  # no thread may use a closed wire
+                self._over = True  # from here on no thread uses the wire, which is closed next
                 self._wire.close(messages.encode(messages.Bye()))
 
     def _end(self) -> None:
@@ -251,8 +252,8 @@ class Channel:
         *,
         caller_receives: bool = False,
     ) -> bool:
-        """Send a message; ``call`` is its request if it has an answer. ``caller_receives``: the caller waits
-        for it at once. Return False if the connection has ended."""
+        """Send a message. A request that expects an answer has a ``call``. ``caller_receives``: the calling
+        thread waits for the answer at once. Return False if the channel has ended."""
         if isinstance(message, messages.Find | messages.FindHit):
             with self._lock:
                 message.released = self._take_released()
@@ -276,7 +277,7 @@ class Channel:
         self._look_by(call.ends)
 
     def release(self, lease: int) -> None:
-        """Release a lease, with some delay."""
+        """Release a lease, at most 0.1 s later."""
         with self._lock:
             if not self._over:
                 self._active = True
@@ -288,7 +289,7 @@ class Channel:
                     self._give_back_released()
 
     def _look_by(self, time_: float) -> None:
-        """Make the connection's thread check the clock by then."""
+        """Make the connection's thread check the clock at ``time_`` or earlier."""
         if time_ < self._next_look:
             self._next_look = time_
             os.eventfd_write(self._wake_fd, 1)
@@ -303,7 +304,7 @@ class Channel:
 
     def _put(self, body: bytes, frames: Sequence[memoryview] = ()) -> None:
         if not self._wire.send(body, frames):
-            self._counters.unsent_messages += 1  # its call ends at its deadline
+            self._counters.unsent_messages += 1  # a call without its message sent ends at its deadline
         if self._wire.flush():
             self._unsent = True
             self._watch()
@@ -318,8 +319,9 @@ class Channel:
     # -- receiving -------------------------------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Choose what wakes the connection's thread: requests without another receiver. While callers receive
-        their own answers, it is not woken. It finds other messages at its next check, which is soon."""
+        """Choose which events of the wire wake the connection's thread. While all callers receive their own
+        answers, no arriving message wakes the thread. It reads other messages at its next check of the clock,
+        at most 0.1 s later."""
         watched = 0
         if not self._leading.locked():
             if (
@@ -332,11 +334,11 @@ class Channel:
                 watched |= _WRITE
         if watched != self._watched:
             self._watched = watched
-            self._epoll.modify(self._wire.fd, watched)  # the most expensive step here
+            self._epoll.modify(self._wire.fd, watched)  # a system call, so only if the events have changed
 
     def receive_for(self, call: Call[Any, Any]) -> None:
-        """Receive on the waiting thread until ``call`` has ended. If another thread leads already, the
-        connection's thread takes care of the call."""
+        """Receive on the calling thread until ``call`` has ended. If another thread already receives, leave
+        the call to the connection's thread."""
         if not self._leading.acquire(blocking=False):
             with self._lock:
                 if not self._over:
@@ -351,11 +353,11 @@ class Channel:
             self._leads()
 
     def _leads(self) -> None:
-        """Record that a thread has begun or stopped leading."""
+        """Record that a thread has begun or stopped receiving for its own call."""
         with self._lock:
             if not self._over:
                 self._active = True
-                self._look_by(time.monotonic() + _LOOK_S)  # free if a check is due earlier anyway
+                self._look_by(time.monotonic() + _LOOK_S)
                 self._watch()
 
     def _lead(self, call: Call[Any, Any]) -> None:
@@ -395,7 +397,7 @@ class Channel:
                 answer = messages.decode_answer(frames[0])
             except (IndexError, msgspec.MsgspecError):
                 self._counters.malformed_answers += 1
-                self._over = True  # the peer is not a daemon of this version
+                self._over = True  # the daemon has another version
                 break
             arrived.append(_Arrived(answer, frames[1:]))
         return arrived
@@ -413,18 +415,18 @@ class Channel:
                 self._resend(call)
                 return
             if answer.kind in ("connection", "identity", "version"):
-                self._over = True  # greet again, which also registers again
+                self._over = True  # a new handshake registers all identities again
             _log.debug("the daemon refused a request (%s): %s", answer.kind, answer.message)
         if call is None or not self._end_call(lambda: call.answer(answer, arrived.frames)):
             self._give_back(answer)
 
     def _end_call(self, end: Callable[[], bool]) -> bool:
-        """End a call, which runs its callbacks."""
+        """Call ``end``, which runs a call's callbacks."""
         try:
             return end()
         except KeyboardInterrupt:  # from the user
             raise
-        except BaseException:  # noqa: BLE001  # an error in one callback must not stop the others
+        except BaseException:  # noqa: BLE001  # an error in one callback must not stop other calls
             self._counters.failed_callbacks += 1
             _log.exception("the callback of an answer failed")
             return True
@@ -442,7 +444,7 @@ class Channel:
             self._end_call(call.fail)
 
     def _give_back(self, answer: messages.Answer) -> None:
-        """Release what an answer grants if it came too late for its caller."""
+        """Release the leases and the reservation of an answer that arrived too late for its caller."""
         if isinstance(answer, messages.Found) and answer.lease:
             self.release(answer.lease)
         elif isinstance(answer, messages.HitFound):
@@ -490,7 +492,7 @@ class Channel:
                 self._over = True
 
     def _note_late(self, numbers: Sequence[int]) -> None:
-        """Record that requests were late. The daemon counts as hanging until it sends anything."""
+        """Record late requests. The daemon then counts as hanging until its next message arrives."""
         with self._lock:
             for number in numbers:
                 if self._pending.pop(number, None) is not None:

@@ -1,17 +1,16 @@
-"""The client's connection: a wire to the daemon, a thread that maintains it, and requests from any thread.
+"""The client's connection to a daemon, and the thread that maintains it. Any thread sends requests.
 
-The thread sleeps until there is something to receive, or a deadline. So an idle connection costs nothing
-(over TCP, one ping a second). The connection is in one of two states. *Away*: it tries to connect, with
-pauses that grow from 50 ms to 0.4 s, and every request ends at once without an answer. *Linked*: requests are
-sent when they are made. They end with their answer, at their deadline, or all together when the daemon goes
-away. A request is never sent again over another link, because the leases, reservations and paths that it
-refers to belong to one link.
+The connection's thread sleeps until a message arrives or a deadline passes. So an idle connection costs
+nothing (over TCP, one ping a second). The connection is in one of two states. *Away*: the thread tries to
+connect, with pauses that grow from 50 ms to 0.4 s, and every request fails at once. *Linked*: requests are
+sent at once. Each ends with its answer, at its deadline, or when the daemon goes away. A request is never
+sent again over a new link, because its leases, reservations and paths belong to the old link.
 
 If a daemon hangs, every request would wait until its deadline. So after one late request the link is
-*silent*: the daemon is pinged, and requests end at once until it sends anything.
+*silent*: the daemon is pinged, and requests fail at once until a message from the daemon arrives.
 
-A forked child does not have the thread, so ``Store`` refuses to be used there. Processes started by ``spawn``
-or ``exec`` share nothing and make their own connection.
+A forked child does not have the thread, so a ``Store`` refuses to be used in the child. Processes started by
+``spawn`` or ``exec`` make their own connections.
 """
 
 from __future__ import annotations
@@ -40,19 +39,20 @@ from tierstore.wire.messages import Message
 
 _log = logging.getLogger(__name__)
 
-_DESCRIPTORS = 16  # libzmq's for one connection, and some for connections made meanwhile
-_PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # a daemon that is back has its clients again within a second
+_DESCRIPTORS = 16  # libzmq's file descriptors for one connection, and some for other connections
+_PAUSES_S = (0.05, 0.1, 0.2, 0.4)  # so short that clients reconnect to a restarted daemon within a second
 
 A = TypeVar("A", bound=Message)
 R = TypeVar("R")
 
 
 class Connection:
-    """A connection to one daemon, renewed as needed. Thread-safe. Every link begins by registering
-    ``registrations``. ``patience_s`` is the time limit of a request, in addition to the time that the request
-    allows the daemon. ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the device to which pages
-    of the arena are copied. ``log`` gets one line when the daemon connects and one when it goes away (None:
-    no lines)."""
+    """A connection to one daemon, which reconnects by itself. Thread-safe.
+
+    Every link begins by registering ``registrations``. A request may take ``patience_s`` seconds in addition
+    to the time that it allows the daemon. ``reach`` is :meth:`~tierstore.tiers.pinned.Reach.share` of the
+    device to which pages of the arena are copied. ``log`` (or None) gets one line when the connection is made
+    and one when it is lost."""
 
     def __init__(
         self,
@@ -78,11 +78,11 @@ class Connection:
         self._changed = threading.Condition()
         self._link: DaemonLink | None = None  # guarded by _changed, as is _closing
         self._closing = False
-        # Told what the daemon's clients forget, and how long pages may be kept; guarded by _changed.
+        # Guarded by _changed. Called with forgotten pages, and with the age limit of the daemon's pages.
         self._followers: list[tuple[Callable[[ForgottenPages], None], Callable[[float], None]]] = []
         self._max_age_s: float | None = None  # None before the first link
-        self._forgets: int | None = None  # told of all forgets up to this number; None before the first link
-        self._forget_log = b""  # the list that this number is of
+        self._forgets: int | None = None  # number of the last known forget; None before the first link
+        self._forget_log = b""  # identifies the daemon's list of forgets, which _forgets is a position in
         self._context: zmq.Context[Any] | None = None  # only for tcp://, and once enough descriptors are free
         self._thread = threading.Thread(target=self._run, name="tierstore-connection", daemon=True)
         try:
@@ -93,17 +93,17 @@ class Connection:
 
     @property
     def link(self) -> DaemonLink | None:
-        """The present link; None while the daemon is away or hangs."""
+        """The current link; None while the daemon is away or hangs."""
         link = self._link
         return None if link is None or link.silent else link
 
     @property
     def any_link(self) -> DaemonLink | None:
-        """The present link, even if the daemon hangs; None while it is away."""
+        """The current link, even if the daemon hangs; None while the daemon is away."""
         return self._link
 
     def wait_connected(self, timeout: float | None = None) -> bool:
-        """Wait for a link. Return False after ``timeout`` seconds."""
+        """Wait until the daemon is connected. Return False after ``timeout`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._link is not None or self._closing, timeout)
 
@@ -121,10 +121,10 @@ class Connection:
         caller_receives: bool = False,
         though_silent: bool = False,
     ) -> Call[A, R]:
-        """Send a request over ``link``, and set its ``id``. The request fails at once if the link has ended.
-        ``wait_s`` is the time that the request allows the daemon. ``patience_s`` (default: the connection's)
-        is added to it. ``caller_receives``: this thread waits for the answer at once. ``though_silent``: send
-        it even if the daemon hangs."""
+        """Send a request over ``link``, and set its ``id``. If the link has ended, the request fails at once.
+        The time limit is ``wait_s``, the seconds that the request allows the daemon, plus ``patience_s``
+        (default: the connection's). ``caller_receives``: the calling thread waits for the answer at once.
+        ``though_silent``: send the request even if the daemon hangs."""
         patience_s = self.patience_s if patience_s is None else patience_s
         call = Call(expected, wait_s + patience_s, then, otherwise=otherwise)
         call.number = message.id = next(self._ids)
@@ -137,24 +137,11 @@ class Connection:
             call.receive = channel.receive_for
         return call
 
-    def abort(self, link: DaemonLink, reservation: int) -> None:
-        """Abort a reservation. If ``link`` has ended, the daemon has done so already."""
+    def send(self, link: DaemonLink, message: Message) -> None:
+        """Send a message that has no answer, unless ``link`` has ended."""
         channel = self._channel_of(link)
         if channel is not None:
-            channel.send(messages.Abort(reservation))
-
-    def report_damage(self, link: DaemonLink, lease: int, page: int) -> None:
-        """Report a damaged page of a lease, unless ``link`` has ended."""
-        channel = self._channel_of(link)
-        if channel is not None:
-            channel.send(messages.ReportDamage(lease, page))
-
-    def unexpect(self, link: DaemonLink, lookup: int) -> None:
-        """Tell the daemon that the result of a lookup with a promise is not needed any more, unless ``link``
-        has ended."""
-        channel = self._channel_of(link)
-        if channel is not None:
-            channel.send(messages.Unexpect(lookup))
+            channel.send(message)
 
     def release(self, link: DaemonLink, lease: int) -> None:
         """Release a lease, unless ``link`` has ended."""
@@ -169,7 +156,7 @@ class Connection:
     def ask(
         self, message: Any, expected: type[A], *, wait_s: float = 0.0, link: DaemonLink | None = None
     ) -> A | None:
-        """Send a request and wait for the answer. Return None if there is none."""
+        """Send a request and wait for the answer. Return None if it does not arrive."""
         link = link if link is not None else self.link
         if link is None:
             return None
@@ -216,8 +203,8 @@ class Connection:
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        """Open one link after the other. After any error the next one is tried, because otherwise every
-        lookup of this process would miss from then on."""
+        """Open one link after the other, also after errors of any kind: without a link, every lookup of this
+        process would miss."""
         failures = 0
         refusal = ""
         while not self._closing:
@@ -272,7 +259,7 @@ class Connection:
                 channel.fail_all()
 
     def _catch_up(self, link: DaemonLink) -> None:
-        """Forget what the daemon has forgotten since the last link, before any request is sent."""
+        """Before the first request, drop the pages that the daemon has forgotten since the last link."""
         with self._changed:
             self._max_age_s = max_age_s = link.max_age_s or math.inf
             followers = list(self._followers)
@@ -283,7 +270,7 @@ class Connection:
         self._forget_log = link.forget_log
         if seen is None:
             return
-        lost = bool(seen) and not same_log  # what it had after ``seen`` is not known
+        lost = bool(seen) and not same_log  # the daemon began a new list: any page may be forgotten
         late = [digest for digest, number in link.forgotten.items() if lost or number > seen]
         if late:
             self._forgotten(ForgottenPages(frozenset(late)))

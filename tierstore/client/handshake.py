@@ -1,6 +1,6 @@
-"""Opening a link: find the daemon, map its arena, say Hello, register.
+"""Opening a link to a daemon: connect, map the daemon's arena, exchange Hello and Welcome, register.
 
-No step waits longer than ``_GREETING_S``, and closing the connection interrupts every step.
+All steps together take at most ``_GREETING_S`` seconds, and closing the connection interrupts them.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from tierstore.wire.keys import KeyPair, read_pair, read_public
 from tierstore.wire.messages import Message
 
 _GREETING_S = 2.0
-_AT_ONCE = 64  # registrations before an answer: a daemon queues as many, and a socket buffers far more
-_SECOND_TRY_MS = 20  # ZMQ's retry interval: the daemon may still be opening its socket
+_AT_ONCE = 64  # registrations that are sent before their answers are read; a daemon queues as many requests
+_SECOND_TRY_MS = 20  # how long ZMQ waits before it connects again, if the daemon does not listen yet
 
 A = TypeVar("A", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
 class CurveKeys:
-    """The keys of this client and of the daemon."""
+    """The key pair of this client and the daemon's public key."""
 
     client: KeyPair
     server: bytes
 
     @classmethod
     def read(cls, keys: str | Path | None, server_key: str | Path | None) -> CurveKeys | None:
-        """Read a client's ``.secret`` file and the daemon's ``.key`` file. Raise :class:`UsageError` if one
-        is missing or malformed."""
+        """Read the client's ``.secret`` file and the daemon's ``.key`` file. Raise :class:`UsageError` if
+        only one path is given, or if a file is missing or malformed."""
         if keys is None and server_key is None:
             return None
         if keys is None or server_key is None:
@@ -55,8 +55,7 @@ class CurveKeys:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """The address of a daemon. ``arena`` is the path of its arena's socket, None for another host's
-    daemon."""
+    """The address of a daemon. ``arena`` is the path of the arena's socket; None for a tcp:// address."""
 
     url: str
     arena: str | None
@@ -80,7 +79,7 @@ class Address:
 
 
 def registering(registration: Registration) -> messages.Register:
-    """Return the message that registers an identity."""
+    """Return the message that registers an identity with a daemon."""
     fields = asdict(registration.identity)
     sizes = (registration.page_bytes, registration.chunk_tokens)
     return messages.Register(0, fields, *sizes, registration.model_name)
@@ -88,8 +87,9 @@ def registering(registration: Registration) -> messages.Register:
 
 @dataclass(slots=True, eq=False)
 class DaemonLink:
-    """A link to a daemon, the result of a handshake. ``identities`` has the daemon's numbers by digest.
-    Copies refer to the link, which keeps the arena mapped."""
+    """A link to a daemon: one connection, from its handshake until it ends. ``identities`` maps an identity's
+    digest to the number that messages use for it. A running copy refers to its link, so the arena stays
+    mapped."""
 
     number: int
     server: str
@@ -98,13 +98,13 @@ class DaemonLink:
     wire: Transport
     arena: Arena | None
     identities: dict[bytes, int] = field(default_factory=dict)
-    cluster: bool = False  # whether pages can be fetched from other hosts
-    forgets: int = 0  # number up to which engines have been told of forgets
+    cluster: bool = False  # whether the daemon can fetch pages from other hosts
+    forgets: int = 0  # number of the daemon's last forget that clients were informed of
     max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
-    forget_log: bytes = b""  # the list that numbers of forgets are of
-    forgotten: dict[bytes, int] = field(default_factory=dict)  # number of the last forget, by digest
+    forget_log: bytes = b""  # identifies the list that these numbers count in
+    forgotten: dict[bytes, int] = field(default_factory=dict)  # by digest: number of the last forget
     current: bool = True
-    silent: bool = False  # a request was late, and nothing has arrived since
+    silent: bool = False  # whether no message has arrived since a request was late
 
     def close(self) -> None:
         self.current = False
@@ -114,8 +114,8 @@ class DaemonLink:
 
 
 class Handshake:
-    """One attempt to open a link. ``wake_fd`` becomes readable when ``closing()`` may have become true.
-    ``refusal`` is the reason if a daemon was found but could not be used."""
+    """One attempt to open a link. ``wake_fd`` becomes readable when ``closing()`` may have become true. If
+    the daemon listens but cannot be used, ``refusal`` is the reason; otherwise it is empty."""
 
     def __init__(
         self, context: zmq.Context[Any] | None, address: Address, wake_fd: int, closing: Callable[[], bool]
@@ -128,7 +128,7 @@ class Handshake:
         self._ends = time.monotonic() + _GREETING_S
 
     def open(self, registrations: Sequence[Registration]) -> DaemonLink | None:
-        """Return a link, or None if there is no daemon, or if it does not answer or refuses."""
+        """Return a link; None if no daemon listens, or if it does not answer or refuses."""
         arena = None
         if self._address.arena is not None:
             arena = self._attach(self._address.arena)
@@ -149,7 +149,7 @@ class Handshake:
         try:
             waiting = ArenaSocket(path)
         except OSError:
-            return None  # missing, or no permission
+            return None  # the socket does not exist, or may not be opened
         except StoreUnavailableError as error:
             self.refusal = str(error)
             return None
@@ -211,7 +211,7 @@ class Handshake:
         return link
 
     def _register(self, wire: Transport, link: DaemonLink, registrations: Sequence[Registration]) -> bool:
-        """Register all identities in one round trip: a client may have hundreds, and so may others."""
+        """Send all registrations before reading the answers, because a client may have hundreds of them."""
         waited_for = {}
         for number, registration in enumerate(registrations):
             message = registering(registration)
@@ -236,7 +236,7 @@ class Handshake:
         return answers[0] if answers and isinstance(answers[0], expected) else None
 
     def _receive(self, wire: Transport) -> list[messages.Answer]:
-        """Return the next answers; none after the time limit or a malformed message."""
+        """Return the next answers; an empty list after the time limit or a malformed message."""
         try:
             while not (received := wire.receive()):
                 if not self._readable(wire.fd):
@@ -246,8 +246,8 @@ class Handshake:
             return []
 
     def _readable(self, fd: int) -> bool:
-        """Wait until ``fd`` is readable. Return False after the time limit or if the connection is being
-        closed."""
+        """Wait until ``fd`` is readable. Return False after the time limit or if the connection is
+        closing."""
         while not self._closing():
             left = self._ends - time.monotonic()
             if left <= 0:

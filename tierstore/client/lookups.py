@@ -1,6 +1,6 @@
-"""Lookups in a daemon: leases on the stored pages of a prompt.
+"""Lookups in a daemon, which return leases on the stored pages of a prompt.
 
-An answer that does not fit its request is a miss, and its leases are released.
+If an answer contradicts its request, the lookup is a miss, and the leases in the answer are released.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class RemoteLookups:
         ask: Callable[[float, bool], Transfer[R | None]],
         give_back: Callable[[R], None],
     ) -> Transfer[R | None]:
-        """Call ``ask`` when the daemon knows these identities, in nearly all cases immediately. The arguments
-        of ``ask`` are the remaining seconds and whether the calling thread receives the answer. If the caller
-        has cancelled, the answer is passed to ``give_back``."""
+        """Call ``ask`` as soon as the daemon knows these identities, usually immediately. The arguments of
+        ``ask`` are the remaining seconds and whether the calling thread may receive the answer. If the caller
+        has cancelled the lookup, the result is passed to ``give_back``."""
         if not self._state.loads:
             return Transfer.completed(None)
         state = self._state
@@ -152,8 +152,8 @@ class RemoteLookups:
     def _leased_hit(
         self, link: DaemonLink, request: HitRequest, found: messages.HitFound, at: float
     ) -> HitLease:
-        """Return the answer as leases. An answer that does not fit the request is a miss, and its leases are
-        released."""
+        """Return the answer as leases. If it contradicts the request, release its leases and return a
+        miss."""
         self._state.note_rates(found.rates)
         ends = at + link.lease_s
         chains = [
@@ -191,14 +191,11 @@ class RemoteLookups:
         page_ends: Sequence[int],
         ends: float,
     ) -> GroupLease:
-        """Return the lease on the pages that the daemon has found of one group. ``request`` is the group's
-        request."""
+        """Return the lease on the pages of one layer group, which ``request`` describes."""
         remote_ends = numbers(found.remote_ends, "<u4").tolist()
         pages = max(-(-found.tokens // request.chunk_tokens), 0)
-        sound = pages == request.num_chunks
-        return GroupLease(
-            self._lease(link, request, found, ends, range(pages), sound), page_ends, remote_ends
-        )
+        lease = self._lease(link, request, found, ends, range(pages), pages == request.num_chunks)
+        return GroupLease(lease, page_ends, remote_ends)
 
     def _lease(
         self,
@@ -209,8 +206,8 @@ class RemoteLookups:
         positions: Sequence[int],
         sound: bool,
     ) -> Lease:
-        """Return the lease that an answer gives on pages of ``request``. If the answer is not ``sound``, the
-        daemon's lease is released, and the returned lease is empty."""
+        """Return the lease that an answer gives on pages of ``request``. If the answer is not ``sound``,
+        release the daemon's lease and return an empty one."""
         handle = handle_in(link, found.path, found.known)
         pages = -(-found.tokens // request.chunk_tokens)
         if found.lease and pages > 0 and sound and pages == sum(count for _, count in found.tiers):
@@ -222,12 +219,11 @@ class RemoteLookups:
         return Lease(0, 0, 0, (), 0.0, handle)
 
     def ask(self, request: LookupRequest, patience_s: float, caller_receives: bool) -> Transfer[Lease | None]:
-        """:meth:`find` for a prompt with a registered identity; a miss otherwise."""
+        """Look up a prompt as :meth:`find` does. An identity that is not registered is a miss."""
         link = self._state.link_for(request.identity)
         if link is None or patience_s <= 0:
             return Transfer.completed(None)
-        # The daemon's waiting time is part of our time limit, not added to it.
-        wait_s = min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S)
+        wait_s = min(patience_s * _WAIT_SHARE, messages.MOST_WAIT_S)  # a part of the limit, not in addition
         at = self._state.clock()
         declined = self._state.take_declined()
 
@@ -252,7 +248,7 @@ class RemoteLookups:
             messages.Found,
             leased,
             patience_s=patience_s,
-            otherwise=in_full(message, request),  # a refused first message has counted nothing as declined
+            otherwise=in_full(message, request),
             caller_receives=caller_receives,
         )
 
@@ -260,11 +256,12 @@ class RemoteLookups:
         wait_s = min(wait_s, messages.MOST_EXPECT_S)
         if wait_s <= 0 or not self._state.loads or self._connection.link is None:
             return Transfer.completed(None)
-        # A separate time limit: an unanswered request would count as a sign of a hanging daemon.
+        # A promise may stay unanswered until ``wait_s``, so the call must not count as late then: a late call
+        # is a sign of a hanging daemon.
         stop: list[Callable[[], None]] = []
 
         def settle(state: TransferState) -> None:
-            if state is TransferState.CANCELLED:  # the daemon and its shared store can stop searching
+            if state is TransferState.CANCELLED:
                 for each in stop:
                     each()
 
@@ -274,7 +271,7 @@ class RemoteLookups:
             asked = self._expect(request, transfer.remaining_s or 0.0, stop)
             transfer.watch(asked)
             asked.on_end(transfer.finish)
-            if transfer.state is TransferState.CANCELLED:  # cancelled in the meantime
+            if transfer.state is TransferState.CANCELLED:  # before ``stop`` had an entry
                 settle(transfer.state)
 
         registering = self._state.registering(request.registration)
@@ -304,7 +301,8 @@ class RemoteLookups:
             wait_s=wait_s,
             otherwise=in_full(message, request),
         )
-        stop.append(lambda: None if call.done else self._connection.unexpect(link, call.number))
+        unexpect = self._connection.send
+        stop.append(lambda: None if call.done else unexpect(link, messages.Unexpect(call.number)))
         return call
 
     def _leased(
@@ -332,8 +330,8 @@ def _named_part(link: DaemonLink, group: NamedGroup) -> messages.NamedPart:
 
 
 def _chain_parts(link: DaemonLink, chains: Sequence[LookupRequest]) -> list[messages.PromptPart]:
-    """Return the chains of one prompt as a message describes them. All begin after the same number of known
-    chunks, so that a chain with the first one's keys and tokens need not repeat them."""
+    """Return the chains of one prompt as parts of a message. All parts leave out the same number of chunks
+    that the daemon knows. A chain with the same keys and tokens as the first chain does not repeat them."""
     handles = [chain.handle_of(link) for chain in chains]
     common = min((0 if handle is None else handle.chunks for handle in handles), default=0)
     parts: list[messages.PromptPart] = []

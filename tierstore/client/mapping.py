@@ -1,15 +1,16 @@
-"""The mapping of a daemon's arena. A process has one for all of its connections.
+"""The memory mapping of a daemon's arena. All connections of a process share one mapping.
 
-An engine has several connections (the scheduler's part of a connector and the worker's, one for each model).
-Each mapping would have its own page tables: 2 MiB for each GiB of the arena, which take 0.2 s to fill.
+An engine has several connections (of the scheduler, of the workers, one for each model). With a mapping for
+each connection, each would need its own page tables: 2 MiB per GiB of the arena, which take 0.2 s to fill.
 
-The mapping is also registered with a device's driver, once for all pools, at the request of the first pool.
-This takes as long again, so a thread does it after the page tables are full: then the driver holds its locks,
-which computing threads may need, for a shorter time. Nothing waits for the registration. A load in the first
-seconds uses plain copies, which are slower, because waiting could take longer than computing the pages.
+The first HBM pool of a device registers the mapping with the device's driver, for all pools. The registration
+takes about as long as filling the page tables. A thread registers after the page tables are filled, because
+the driver then holds its locks, which computing threads may need, for a shorter time. No load waits for the
+registration, because recomputing pages could be faster than waiting. Until then, loads use plain copies,
+which are slower.
 
-The driver must not know memory that no longer exists. When the last reference to the ``Memory`` has gone
-(every running copy has one), a thread unregisters the mapping from the driver and then unmaps the pages.
+Memory must be unregistered from the driver before it is unmapped. When the last reference to the ``Memory``
+is dropped (every running copy has one), a thread unregisters the mapping and then unmaps it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _File = tuple[int, int, int]  # device, inode, bytes
 
 
 class Mapping:
-    """An arena mapped as ``memory``. Returned by :func:`map_arena`. Each holder releases it once."""
+    """An arena, mapped as ``memory``. Each caller of :func:`map_arena` must call :meth:`release` once."""
 
     def __init__(self, memory: Memory, file: _File) -> None:
         self.memory = memory
@@ -43,7 +44,8 @@ class Mapping:
         self._populating.start()
 
     def wait_populated(self) -> None:
-        """Block until copies have reached their full speed."""
+        """Block until the page tables are filled and running registrations with drivers have ended, so that
+        copies run at full speed."""
         self._populating.join()
         with _lock:
             pinning = [thread for _, thread in self._pins.values()]
@@ -51,9 +53,8 @@ class Mapping:
             thread.join()
 
     def pin(self, device: Device, refused: Callable[[], None]) -> PinnedMemory:
-        """Return the mapping as the driver of ``device`` knows it, or will know it soon: the first call
-        starts the registration. If the driver refuses the mapping, ``refused`` is called on another thread.
-        """
+        """Return the mapping as pinned memory of ``device``. The first call starts the registration with the
+        device's driver on another thread, which calls ``refused`` if the driver refuses."""
         with _lock:
             if device.kind not in self._pins:
                 pinned = PinnedMemory(device, self.memory.address, self.memory.nbytes)
@@ -65,8 +66,8 @@ class Mapping:
             return self._pins[device.kind][0]
 
     def release(self) -> None:
-        """Release one holder. The last one ends the mapping when no running copy uses it any more. (Until
-        then, a dead daemon's arena takes memory.)"""
+        """Release the mapping. After the last release and the last running copy, the memory is unmapped.
+        Until then, the arena occupies memory even if its daemon is dead."""
         with _lock:
             self.holders -= 1
             if self.holders:
@@ -75,8 +76,7 @@ class Mapping:
         self.memory.close()
 
     def _populate(self) -> None:
-        # Fill this process's page tables. Otherwise the first access to each shared 4 KiB page costs 0.25 µs,
-        # and more during a copy.
+        # Without this, the first access to each 4 KiB of the arena takes 0.25 µs, and more during a copy.
         self.memory.populate(lambda: self.holders > 0)
 
     def _pin(self, pinned: PinnedMemory, refused: Callable[[], None]) -> None:
@@ -97,8 +97,8 @@ class Mapping:
 
 
 def _unpin_later(pinned: PinnedMemory, pages: mmap.mmap) -> None:
-    """Unpin on another thread, so that the thread that drops the last reference does not wait (for example, a
-    connection that looks for the next daemon)."""
+    """Unpin on another thread. The thread that drops the last reference must not wait: it may be a
+    connection's thread that has to reconnect."""
     if not pinned.inherited:
         threading.Thread(target=_unpin, args=(pinned, pages), name="tierstore-unpin", daemon=True).start()
 
@@ -106,7 +106,7 @@ def _unpin_later(pinned: PinnedMemory, pages: mmap.mmap) -> None:
 def _unpin(pinned: PinnedMemory, pages: mmap.mmap) -> None:
     try:
         pinned.unregister()
-    except DeviceError as error:  # an error of the device, which its users will see too
+    except DeviceError as error:
         _log.warning("cannot unpin the arena of a daemon that is gone: %s", error)
 
 
@@ -115,9 +115,9 @@ _mappings: dict[_File, Mapping] = {}
 
 
 def map_arena(fd: int, nbytes: int) -> Mapping:
-    """Return the mapping of a shared-memory file's first ``nbytes``, and make it if there is none. Takes
-    ownership of ``fd``. If it cannot be mapped, raise :class:`~tierstore.errors.UsageError` and leave ``fd``
-    open."""
+    """Return this process's mapping of the first ``nbytes`` of a shared-memory file; map the file if
+    necessary. Takes ownership of ``fd``. If the file cannot be mapped, raise
+    :class:`~tierstore.errors.UsageError` and leave ``fd`` open."""
     status = os.fstat(fd)
     file = status.st_dev, status.st_ino, nbytes
     with _lock:
@@ -131,7 +131,8 @@ def map_arena(fd: int, nbytes: int) -> Mapping:
 
 
 def _forget_in_child() -> None:
-    """Reset the lock: a forked child has the mappings but not the threads, and the lock may be held."""
+    """Close the mappings in a forked child. The lock is replaced, because a thread that exists only in the
+    parent may have held it."""
     global _lock
     _lock = threading.Lock()
     for mapping in _mappings.values():

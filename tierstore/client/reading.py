@@ -1,9 +1,9 @@
-"""Reading pages under a daemon's leases: their places in the mapped arena, their content as frames, and their
-loading into the daemon's memory.
+"""Reading pages under a daemon's leases: pages in the mapped arena, pages that arrive as frames, and pages
+that the daemon has yet to load into its memory.
 
-A lease ends ``lease_s`` after the daemon gave it. The client counts from the time of its *request*, so its
-own end is earlier. After a copy, a store compares its clock: before the end the bytes are the promised ones,
-after it they are discarded. This needs no message and no shared state.
+A lease ends ``lease_s`` seconds after the daemon granted it. The client counts the same time from its
+*request*, so for the client the lease ends earlier. A store reads its clock after each copy. If the lease has
+ended, the store discards the copied bytes. This check needs no message and no shared state.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tierstore.index import Tier
 from tierstore.transfer import Transfer
 from tierstore.wire import messages
 
-_WINDOW_PAGES = 4096  # pages in the daemon's arena
-_DISK_BYTES = 16 << 20
-_FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # the daemon limits what it sends to one client
-_WAIT_S = 10.0  # the daemon's time limit, without a deadline
+_BATCH_PAGES = 4096  # for pages in the daemon's arena
+_DISK_BYTES = 16 << 20  # for pages that the daemon reads from its disk
+_FETCH_BYTES = messages.MAX_FETCH_BYTES // 2  # for frames; two batches may be in flight
+_WAIT_S = 10.0  # the daemon's time limit if the caller gives no deadline
 
 
 class RemoteReading:
@@ -47,7 +47,7 @@ class RemoteReading:
         tier, run = lease.run_at(first)
         if tier == Tier.DISK.label:
             return min(run, max(_DISK_BYTES // lease.page_bytes, 1))
-        return min(run, _WINDOW_PAGES)
+        return min(run, _BATCH_PAGES)
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
@@ -78,7 +78,7 @@ class RemoteReading:
         if answer is None or mapped is None:
             return None
         offsets = numbers(answer.offsets, "<u8")[:count]
-        # A wrong offset must not become a wrong address.
+        # An offset outside of the arena must not become an address.
         good = int(np.argmin(np.append(offsets <= mapped.nbytes - lease.page_bytes, False)))
         if not good:
             return None
@@ -119,8 +119,8 @@ class RemoteReading:
 
     def report_damage(self, lease: Lease, position: int) -> None:
         link = link_of(lease)
-        if link is not None and link.arena is not None:  # otherwise they were damaged in transit
-            self._connection.report_damage(link, lease.number, position)
+        if link is not None and link.arena is not None:  # over TCP, the page was damaged in transit
+            self._connection.send(link, messages.ReportDamage(lease.number, position))
 
     def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
         link = link_of(lease)
@@ -131,9 +131,10 @@ class RemoteReading:
         return self._connection.call(link, message, messages.Prefetched, pages_of, wait_s=wait_s)
 
     def _renew(self, lease: RemoteLease, then: Callable[[float], None]) -> None:
-        """Exchange a lease for one that ends later, if the daemon grants it. ``then`` gets the new end."""
+        """Look the lease's pages up again, and replace the lease by the new one if that covers them. Call
+        ``then`` with the time at which the lease ends now."""
         request = lease.request
-        assert request is not None, "a lease is on what was found of a prompt"
+        assert request is not None, "the lease has no request"
         patience_s = self._connection.patience_s
         found = self._lookups.ask(request.found(lease), patience_s, caller_receives=False)
 

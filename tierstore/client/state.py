@@ -1,5 +1,5 @@
-"""Shared state of a :class:`~tierstore.client.backend.RemoteBackend`: connection, leases, data to send with
-the next lookup, and descriptions of prompts for the daemon."""
+"""The state that the parts of a :class:`~tierstore.client.backend.RemoteBackend` share, and the functions
+that describe prompts in messages."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from tierstore.wire.messages import Message
 
 @dataclass(slots=True, eq=False)
 class RemoteLease(Lease):
-    """A lease of a daemon. It is given back after its release, when no copy uses it any more. ``request`` is
-    the found part of the prompt. The state's lock guards the mutable fields."""
+    """A lease of a daemon. The daemon is informed of the end of the lease when it is released and no copy
+    uses it any more. ``request`` describes the leased part of the prompt. ``RemoteState.lock`` guards the
+    mutable fields."""
 
     link: DaemonLink | None = None
     request: LookupRequest | None = None
@@ -33,8 +34,8 @@ class RemoteLease(Lease):
 
 @dataclass(slots=True, eq=False)
 class RemoteState:
-    """The state of one backend. Thread-safe. Identities without a name are registered under ``model_name``.
-    For the other fields see :class:`~tierstore.client.backend.RemoteBackend`."""
+    """The state of one backend. Thread-safe. Identities without a model name are registered under
+    ``model_name``. :class:`~tierstore.client.backend.RemoteBackend` explains the other public fields."""
 
     connection: Connection
     model_name: str = ""
@@ -43,9 +44,9 @@ class RemoteState:
     saves: bool = True
     clock: Callable[[], float] = time.monotonic
     lock: threading.Lock = field(default_factory=threading.Lock)
-    # The lock guards the two fields below.
-    _rates: Mapping[str, TierRate] = field(default_factory=dict)  # the daemon's latest report
-    _declined: Counter[str] = field(default_factory=Counter)  # to be sent with the next lookup
+    # The lock also guards _rates and _declined.
+    _rates: Mapping[str, TierRate] = field(default_factory=dict)  # as last reported by the daemon
+    _declined: Counter[str] = field(default_factory=Counter)  # tokens to report with the next lookup
 
     # -- identities ----------------------------------------------------------------------------------
 
@@ -55,8 +56,8 @@ class RemoteState:
             registering.wait()
 
     def registering(self, registration: Registration) -> Transfer[None] | None:
-        """Return the registration that must end before messages can refer to this identity; None in nearly
-        all cases."""
+        """Start to register an identity, and return the transfer that ends when the daemon knows it. Return
+        None if the daemon knows it already or is away."""
         link = self.connection.link
         if link is None or registration.identity.digest in link.identities:
             return None
@@ -64,8 +65,8 @@ class RemoteState:
         return self.connection.register(link, named)
 
     def link_for(self, *identities: Identity, saving: bool = False) -> DaemonLink | None:
-        """Return the link, if there is one that knows these identities. Saves also use a link with a late
-        lookup, because saves have more time."""
+        """Return the current link; None if the daemon is away or does not know these identities. Lookups also
+        get None while the daemon hangs. Saves do not, because they have a longer time limit."""
         link = self.connection.any_link if saving else self.connection.link
         if link is None or any(each.digest not in link.identities for each in identities):
             return None
@@ -94,7 +95,7 @@ class RemoteState:
             return self._rates
 
     def note_rates(self, figures: Mapping[str, tuple[float, float, float]]) -> None:
-        """Remember the costs of bytes from the daemon's tiers, if the figures are plausible."""
+        """Store the rates of the daemon's tiers, and ignore impossible figures."""
         rates = {
             tier: TierRate(*each)
             for tier, each in figures.items()
@@ -108,8 +109,7 @@ class RemoteState:
             self._declined.update(tokens)
 
     def take_declined(self) -> dict[str, int]:
-        """Return the tokens that were declined since the last lookup. The caller reports them to the
-        daemon."""
+        """Return and reset the counts of tokens that were declined since the last lookup, by tier."""
         with self.lock:
             declined, self._declined = dict(self._declined), Counter()
         return declined
@@ -120,14 +120,14 @@ def link_of(lease: Lease) -> DaemonLink | None:
 
 
 def handle_in(link: DaemonLink, path: int, known: int) -> PrefixHandle | None:
-    """Return the handle that an answer gives: over this link, ``path`` names ``known`` chunks of the
-    prompt."""
+    """Return the handle that an answer gives: over this link, ``path`` is the daemon's number for the first
+    ``known`` chunks of the prompt. Return None if there are no such chunks."""
     return PrefixHandle(link, path, known) if path and known > 0 else None
 
 
 def prompt_part(link: DaemonLink, request: LookupRequest, handle: PrefixHandle | None) -> messages.PromptPart:
-    """Return a prompt as a message describes it: by reference to the path that the daemon knows, the rest in
-    full."""
+    """Return the part of a message that describes a prompt. The chunks that ``handle`` covers are described
+    by the path's number, the rest by keys and tokens."""
     identity = link.identities[request.identity.digest]
     if handle is None or not handle.chunks:
         keys = b"".join(request.keys)
@@ -140,8 +140,8 @@ def prompt_part(link: DaemonLink, request: LookupRequest, handle: PrefixHandle |
 
 
 def in_full(message: Callable[[], Message], *requests: LookupRequest) -> Callable[[], Message]:
-    """Return a function that makes ``message`` again, without references, if the daemon has forgotten these
-    prompts."""
+    """Return a function that forgets the handles of these requests and calls ``message``, which then
+    describes the prompts in full."""
 
     def again() -> Message:
         for request in requests:

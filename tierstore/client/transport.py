@@ -1,4 +1,4 @@
-"""Transports of a client's messages: the arena's socket on the same host, ZMQ to another host."""
+"""Transports of a client's messages: the arena's unix socket on the same host, ZMQ to another host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tierstore.wire.messages import VERSION
 
 _BYE_MS = 200  # time limit for the last message
 
-# As plain integers: combining two of ZMQ's enums takes longer than sending a frame.
+# Plain integers, because combining two of ZMQ's enums takes longer than sending a frame.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _EVENTS = int(zmq.EVENTS)
@@ -22,7 +22,7 @@ _POLLIN = int(zmq.POLLIN)
 class Transport(ABC):
     """A transport of messages. Not thread-safe. No method blocks.
 
-    ``fd`` becomes readable when there may be something to receive, ``sign_fd`` when the daemon may be gone.
+    ``fd`` becomes readable when a message may have arrived, ``sign_fd`` when the daemon may be gone.
     """
 
     fd: int
@@ -30,7 +30,7 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, body: bytes, frames: Sequence[memoryview] = ()) -> bool:
-        """Send a message with page frames behind it. Return False if the daemon does not read."""
+        """Send a message with page frames behind it. Return False if the daemon does not read its socket."""
 
     @abstractmethod
     def receive(self) -> list[Sequence[memoryview]]:
@@ -39,20 +39,20 @@ class Transport(ABC):
 
     @abstractmethod
     def gone(self) -> bool:
-        """Return whether the daemon has gone since the welcome, for transports whose :meth:`receive` cannot
-        notice it."""
+        """Return whether the daemon has gone since its ``Welcome``. A transport whose :meth:`receive` notices
+        this returns False."""
 
     @abstractmethod
     def welcomed(self) -> None:
-        """Discard signs of an earlier daemon."""
+        """Ignore earlier events of the connection, which a previous daemon may have caused."""
 
     @abstractmethod
     def flush(self) -> bool:
-        """Send queued data. Return True if there is more, which needs ``fd`` to be writable."""
+        """Send queued data. Return True if data is left, to be sent when ``fd`` is writable."""
 
     @abstractmethod
     def hidden(self) -> bool:
-        """Return whether there is something to receive that ``fd`` does not show."""
+        """Return whether a message has arrived that does not make ``fd`` readable."""
 
     @abstractmethod
     def close(self, last: bytes = b"") -> None:
@@ -60,14 +60,14 @@ class Transport(ABC):
 
 
 class SocketTransport(Transport):
-    """The arena's socket. The arena owns it. No page frames are sent over it."""
+    """The arena's socket, which :class:`~tierstore.client.arena.Arena` closes. It carries no page frames."""
 
     def __init__(self, line: FramedSocket) -> None:
         self._line = line
         self.fd = self.sign_fd = line.fileno()
 
     def send(self, body: bytes, frames: Sequence[memoryview] = ()) -> bool:
-        assert not frames, "pages go through the arena"
+        assert not frames, "pages must be copied through the arena"
         return self._line.send(body)
 
     def receive(self) -> list[Sequence[memoryview]]:
@@ -86,11 +86,11 @@ class SocketTransport(Transport):
         return False
 
     def close(self, last: bytes = b"") -> None:
-        """Do nothing: the arena closes its socket."""
+        """Do nothing: the owner of the socket closes it."""
 
 
 class ZmqTransport(Transport):
-    """A DEALER socket and its monitor."""
+    """A ZMQ DEALER socket and its monitor socket."""
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
@@ -123,15 +123,15 @@ class ZmqTransport(Transport):
         return bool(int(self._monitor.get(_EVENTS)) & _POLLIN)
 
     def welcomed(self) -> None:
-        # A dying daemon may have accepted a connection before the next daemon did.
+        # ZMQ may have connected to a dying daemon before it connected to its successor.
         while self.gone():
             self._monitor.recv_multipart(_NOBLOCK)
 
     def flush(self) -> bool:
-        return False  # ZMQ's own threads do this
+        return False  # ZMQ's own threads send queued data
 
     def hidden(self) -> bool:
-        # ZMQ's descriptor shows only changes, and any use of the socket may consume one.
+        # ZMQ's descriptor is edge-triggered, and any use of the socket may clear it.
         return bool(int(self._socket.get(_EVENTS)) & _POLLIN)
 
     def close(self, last: bytes = b"") -> None:
@@ -142,4 +142,4 @@ class ZmqTransport(Transport):
             self.send(last)
         self._socket.disable_monitor()
         self._monitor.close(0)
-        self._socket.close()  # with its own linger: 0, or the time for the last message
+        self._socket.close()  # waits for ``linger``: 0, or _BYE_MS after a last message

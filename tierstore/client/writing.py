@@ -1,7 +1,7 @@
-"""Saving to a daemon: reserved places in its arena, or pages as frames behind a message.
+"""Saving to a daemon: reserved slots in its arena, or pages as frames behind a message.
 
-Requests are not repeated. If it is unknown whether a save was committed, the next save finds its pages or
-saves them again.
+A failed request is not repeated. If the client does not know whether a save was committed, the next save of
+the same pages finds them stored or saves them again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tierstore.wire.messages import Message
 A = TypeVar("A", bound=Message)
 R = TypeVar("R")
 
-_SAVE_S = 5.0  # for a daemon on a busy machine: saves are not urgent
+_SAVE_S = 5.0  # least time limit of a request: saves are not urgent, and the machine may be busy
 
 
 class RemoteWriting:
@@ -49,12 +49,12 @@ class RemoteWriting:
         hint = hints.hint
         part = None
         if hint is not None:
-            # A message cannot carry an int of any size.
+            # As a float, because a message cannot contain integers above 64 bits.
             ttl_s = None if hint.ttl_s is None else float(hint.ttl_s)
             part = messages.HintPart(ttl_s, hint.reuse, hint.priority, hint.elsewhere)
 
         def message(handle: PrefixHandle | None) -> messages.Reserve:
-            # The keys to save are sent in full, even if the daemon knows the beginning.
+            # Chunks from ``first`` on are described in full, even if the daemon knows some of them.
             if handle is None or handle.owner is not link:
                 handle = request.handle_of(link, first)
             elif handle.chunks > first:
@@ -78,7 +78,7 @@ class RemoteWriting:
         frames: Sequence[memoryview] = (),
         otherwise: Callable[[], Message] | None = None,
     ) -> Transfer[R]:
-        """Send a request of a save, with a generous time limit."""
+        """Send a request of a save, even if the daemon hangs."""
         return self._connection.call(
             link,
             message,
@@ -106,9 +106,9 @@ class RemoteWriting:
         if link.arena is not None:
             limit = mapped.nbytes - page_bytes if mapped is not None else -1
             sound = sound and all(offset <= limit for offset in offsets)
-        if not sound:  # writing there could overwrite other data
+        if not sound:  # writing to these offsets could overwrite other data
             if answer.reservation:
-                self._connection.abort(link, answer.reservation)
+                self._connection.send(link, messages.Abort(answer.reservation))
             return None
         addresses = [mapped.address + offset for offset in offsets] if mapped is not None else None
 
@@ -140,4 +140,4 @@ class RemoteWriting:
 
     def abort(self, reservation: Reservation) -> None:
         if reservation.number and isinstance(reservation.owner, DaemonLink):
-            self._connection.abort(reservation.owner, reservation.number)
+            self._connection.send(reservation.owner, messages.Abort(reservation.number))

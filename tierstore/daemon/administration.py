@@ -1,4 +1,4 @@
-"""Handlers of requests about identities, and of those that keep, evict and count pages."""
+"""Handlers of requests that register and list identities, and that pin, evict, forget and count pages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.keys import Identity, nested_tenant, outer_tenant
 from tierstore.spec import check_page, layers_label
 from tierstore.wire import messages as p
 
-_MOST_MODELS = 16  # whose layers stats list
+_MOST_MODELS = 16  # in the statistics of layers
 _MOST_PAGE_BYTES = 1 << 30
 _MOST_CHUNK_TOKENS = 1 << 16
 
@@ -76,7 +76,7 @@ async def identities(connection: ClientConnection, m: p.Identities) -> p.Identit
 
 
 def _seen_by(connection: ClientConnection, identity: Identity) -> Identity | None:
-    """Return an identity as a client would register it; None if the client cannot."""
+    """Return an identity as the client would register it; None if it belongs to another tenant."""
     nested = identity.tenant.startswith("[")
     if not connection.tenant:
         return None if nested else identity
@@ -100,7 +100,7 @@ def pin(connection: ClientConnection, m: p.Pin) -> Reply | Awaitable[Reply]:
 
 def unpin(connection: ClientConnection, m: p.Unpin) -> p.Unpinned:
     if connection.tenant:
-        raise Refusal("denied", "a tenant must unpin its prompts one by one")
+        raise Refusal("denied", "a client with a tenant must unpin each prompt separately")
     core = connection.backend.core
     with core.state.lock:
         return p.Unpinned(m.id, core.pins.lift(m.tenant))
@@ -108,7 +108,7 @@ def unpin(connection: ClientConnection, m: p.Unpin) -> p.Unpinned:
 
 async def evict(connection: ClientConnection, m: p.Evict) -> p.Evicted:
     if connection.tenant:
-        raise Refusal("denied", "a tenant may not evict: the pages include those of others")
+        raise Refusal("denied", "a client with a tenant may not evict other tenants' pages")
     if m.tier not in LABELS:
         raise Refusal("usage", f"unknown tier {m.tier!r}")
     if m.tier == Tier.HBM.label:
@@ -118,7 +118,7 @@ async def evict(connection: ClientConnection, m: p.Evict) -> p.Evicted:
 
 
 async def forget(connection: ClientConnection, m: p.Forget) -> p.Forgotten:
-    """Forget pages. A client with a tenant forgets only its own."""
+    """Forget pages. A client with a tenant can forget only this tenant's pages."""
     forgetting = connection.backend.core.forgetting
     what = connection.backend.forgettable(tenant=m.tenant, model=m.model, session=m.session)
     cluster = connection.service.cluster
@@ -145,7 +145,7 @@ def missed_requests(connection: ClientConnection, m: p.MissedRequests) -> p.Miss
 
 
 async def stats(connection: ClientConnection, m: p.Stats) -> p.StatsAnswer:
-    """Return the statistics. A client with a tenant gets only its own part."""
+    """Return the daemon's statistics. A client with a tenant gets only those of its tenant."""
     if not connection.tenant:
         return p.StatsAnswer(m.id, await connection.aside(connection.service.stats_json))
     core = connection.backend.core
@@ -159,7 +159,7 @@ async def stats(connection: ClientConnection, m: p.Stats) -> p.StatsAnswer:
 
 
 def tenant_stats(core: Core, tenant: str) -> TenantStats:
-    """Return the statistics of a tenant. Needs the state's lock."""
+    """Return the statistics of a tenant. The caller holds ``core.state.lock``."""
     return TenantStats(
         lookup_tokens=core.lookup_tokens[tenant],
         hit_tokens={label: core.hit_tokens[tenant, label] for label in LABELS},
@@ -171,7 +171,8 @@ def tenant_stats(core: Core, tenant: str) -> TenantStats:
 
 
 def layers_stats(core: Core) -> tuple[LayersStats, ...]:
-    """Return the layers of the models with most bytes in memory. Needs the state's lock."""
+    """Return the bytes in host memory by layer group, for the models with most bytes. The caller holds
+    ``core.state.lock``."""
     models: dict[str, Counter[str]] = {}
     for digest, nbytes in core.state.residency.host_bytes.items():
         identity = core.state.identities.get(digest)

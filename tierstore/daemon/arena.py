@@ -1,13 +1,12 @@
-"""The arena's own socket. It hands over the arena's file, carries the messages of local clients, and shows
-their death.
+"""The arena's unix socket, ``PATH.arena`` beside ``ipc://PATH``, for clients on the same host.
 
-It is ``PATH.arena`` beside ``ipc://PATH``, a unix stream socket of mode 0600. A process that connects is sent
-the header and the file descriptor (see ``wire/messages.py``) and keeps the connection for its messages
-(``wire/framing.py``). When the process dies, in any way, the kernel closes the connection, and the event loop
-notices at once.
+The daemon sends a process that connects a header and the arena's file descriptor (see ``wire/messages.py``).
+The process sends all its messages over the same connection (``wire/framing.py``). When the process dies, in
+any way, the kernel closes the connection, and the event loop notices at once.
 
-``PATH.lock`` decides which process owns the sockets. The daemon holds it for its whole life. A socket file
-whose lock is free, and at which no process listens, is left over from a dead daemon and may be replaced.
+A lock on the file ``PATH.lock`` decides which process owns the sockets. The daemon holds the lock for its
+whole life. If the lock is free and no process listens at a socket file, the file is left over from a dead
+daemon and is replaced.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, VERSION
 
 _log = logging.getLogger(__name__)
 
-_BATCH = 32  # messages of one client before the others get their turn
+_BATCH = 32  # messages of one client that are handled before those of other clients
 _MOST_CONNECTIONS = 1024
 _TOKEN_BYTES = 16
 _MOST_PATH_BYTES = 107  # limit of a unix socket's address
@@ -43,10 +42,10 @@ _PEER = struct.Struct("3i")  # pid, uid, gid
 
 
 class SocketLock:
-    """The exclusive right to listen at the unix socket ``path`` and at those beside it (``beside``: suffixes
-    of their names). It locks ``PATH.lock``. A socket at which a process listens is never removed, even if the
-    lock file was. Raises :class:`UsageError` for an unusable path, and :class:`StoreUnavailableError` if a
-    process has it or its directory belongs to another user."""
+    """The exclusive right to listen at the unix socket ``path`` and at the sockets ``path`` + suffix, for the
+    suffixes in ``beside``. Locks ``PATH.lock``. A socket at which a process listens is never removed, even if
+    its lock file was removed. Raises :class:`UsageError` for an unusable path, and
+    :class:`StoreUnavailableError` if another process listens or the directory belongs to another user."""
 
     def __init__(self, path: Path, *, beside: Sequence[str] = ()) -> None:
         self.path = path
@@ -77,7 +76,7 @@ class SocketLock:
             raise
 
     def bind(self, path: Path) -> socket.socket:
-        """Bind a socket to one of the paths and return it. Raise :class:`UsageError` if that fails."""
+        """Return a socket that is bound to one of the paths. Raise :class:`UsageError` if binding fails."""
         bound = unix_socket(path)
         self._bound[path] = path.lstat()
         return bound
@@ -100,8 +99,8 @@ class SocketLock:
         )
 
     def release(self) -> None:
-        """Remove the sockets bound here and release the path. A socket that another process has bound there
-        since stays, and so does the lock file. Idempotent."""
+        """Remove the sockets that :meth:`bind` made, and release the lock. The lock file stays, and so does a
+        socket that another process has bound in their place. Idempotent."""
         for name, bound in self._bound.items():
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(name.lstat(), bound):
@@ -111,12 +110,13 @@ class SocketLock:
 
 
 def is_listening(path: Path) -> bool:
-    """Return whether a process listens at a unix socket. Only the kernel knows: lock files can be removed."""
+    """Return whether a process listens at a unix socket. Ask the kernel, because lock files can be
+    removed."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as asking:
         asking.setblocking(False)
         try:
             asking.connect(str(path))
-        except BlockingIOError:  # its queue of connections is full
+        except BlockingIOError:  # the queue of a listening socket is full
             return True
         except OSError:
             return False
@@ -125,21 +125,21 @@ def is_listening(path: Path) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _ArenaClient:
-    """One connection. ``waiting`` are messages whose turn has not come. While there are any, no more are
-    received."""
+    """One connection. ``waiting`` are received messages that are not handled yet. Until all are handled, no
+    further message is received."""
 
     socket: socket.socket
     line: FramedSocket
     pid: int
     place: ListenerPlace
     waiting: deque[memoryview] = field(default_factory=deque)
-    writing: bool = False  # the loop watches for the socket to become writable
+    writing: bool = False  # whether the event loop waits for the socket to become writable
 
 
 class ArenaListener:
-    """Listens at ``PATH.arena``. It calls ``take(listener, message)`` for each message, whose ``peer`` is the
-    token of its connection, and ``gone(token)`` when that connection has ended. Belongs to the event loop's
-    thread."""
+    """Listens at ``PATH.arena``. For each message it calls ``take(listener, message)``; ``message.peer`` is
+    the token of the client's connection. When a connection has ended, it calls ``gone(token)``. May be used
+    on the event loop's thread only."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class ArenaListener:
         take: Callable[[ArenaListener, Received], None],
         gone: Callable[[bytes], None],
     ) -> None:
-        """``listening`` is bound already, ``fd`` is the arena's."""
+        """``listening`` is bound to ``path``. ``fd`` and ``nbytes`` are the arena's file and its size."""
         self.path = path
         self._fd = fd
         self._nbytes = nbytes
@@ -173,17 +173,17 @@ class ArenaListener:
         return token in self._clients
 
     def serve(self, token: bytes) -> bool:
-        """Record that a connection's process has sent a whole request, over any socket. Return False if the
-        limit of clients is reached."""
+        """Record that the process behind a connection has sent a complete request. Return False if the limit
+        of clients is reached."""
         place = self._clients[token].place
         return place.served or place.serve()
 
     def pid(self, token: bytes) -> int:
-        """Return the process at the other end, according to the kernel."""
+        """Return the id of the client's process, as the kernel reports it."""
         return self._clients[token].pid
 
     def close(self) -> None:
-        """Close all connections, which tells clients that the daemon is gone."""
+        """Close all connections. The clients then know that the daemon is gone."""
         self._listener.close()
         for token in list(self._clients):
             self._hang_up(token)

@@ -1,12 +1,15 @@
-"""The variable ``TIERSTORE``, which gives an engine its store, and the daemon that ``auto`` starts.
+"""The environment variable ``TIERSTORE``, which chooses an engine's daemon, and the daemon that ``auto``
+starts.
 
-``auto`` is the daemon at this user's default address. If none listens there, one is started, and the engine
-continues when it listens. An address is the daemon at that address, and ``off`` (or no variable) is none.
+``auto`` means the daemon at this user's default address. If no daemon listens at that address, the engine
+starts one and waits until it listens. An address means the daemon at that address. ``off`` (or no variable)
+means that the engine uses no daemon.
 
-The started daemon outlives the engine. It is no descendant of the engine, because SGLang kills all of its
-descendants when it ends. It has its own session, so a signal to the engine's terminal or process group does
-not reach it. A lock file beside the socket lets one of many engines start it. The daemon inherits the lock
-and keeps it, so no engine starts another one while it lives. The kernel releases it when the daemon ends.
+The started daemon outlives the engine. It is not a descendant of the engine's process, because SGLang kills
+all its descendants when it ends. The daemon has its own session, so signals to the engine's terminal or
+process group do not reach it. If several engines start at the same time, the one that gets a lock on a file
+beside the socket starts the daemon. The daemon inherits the lock, so no engine starts another daemon while
+this one lives.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ VARIABLE = "TIERSTORE"
 AUTO, OFF = "auto", "off"
 
 _MEMORY_SHARE = 4  # at most 1/4 of the memory of the machine or container
-_DISK_SHARE = 2  # at most 1/2 of the disk's free space and present pages
+_DISK_SHARE = 2  # at most 1/2 of the disk's free space plus the stored pages
 _LOOK_S = 0.02
 
-# Starts the daemon and ends, so that the daemon is no descendant of the engine. argv[1] is the descriptor of
-# the lock.
+# A process runs this code and ends, so that the daemon is no descendant of the engine. argv[1] is the lock's
+# descriptor.
 _LAUNCHER = """
 import subprocess, sys
 daemon = subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, stdout=2, stderr=2,
@@ -48,15 +51,16 @@ print(daemon.pid)
 
 @dataclass(frozen=True, slots=True)
 class ChosenStore:
-    """The daemon that an engine uses. ``state`` is for the engine's log, such as "it was running"."""
+    """The address of the daemon that an engine uses, and its state for the engine's log, for example "it was
+    running"."""
 
     url: str
     state: str
 
 
 def checked_choice(value: str) -> str:
-    """Return a value of the variable, an address with an absolute path. Raise :class:`UsageError` if it is
-    neither ``auto`` nor ``off`` nor an address."""
+    """Return ``auto``, ``off``, or an address with its path made absolute. Raise :class:`UsageError` for any
+    other value."""
     if value in (AUTO, OFF):
         return value
     try:
@@ -69,10 +73,11 @@ def checked_choice(value: str) -> str:
 
 
 def chosen_store(value: str) -> ChosenStore:
-    """Return the daemon that the variable's ``value`` stands for; ``auto`` starts it if necessary.
+    """Return the daemon that ``value``, the content of the variable, chooses. For ``auto``, start the daemon
+    if none listens.
 
     Waits up to ``CONNECT_S`` seconds for a started daemon. If it needs longer, the engine connects later.
-    Raises :class:`~tierstore.errors.TierStoreError` for ``off`` or a wrong value, and if the daemon cannot be
+    Raises :class:`~tierstore.errors.TierStoreError` for ``off``, for a wrong value, and if no daemon can be
     started.
     """
     choice = checked_choice(value)
@@ -88,7 +93,7 @@ def chosen_store(value: str) -> ChosenStore:
 
 
 def _own_daemon(settings: Settings) -> ChosenStore:
-    """Return the daemon that ``settings`` (from the environment) describe. Start it if none listens."""
+    """Return the daemon at the address in ``settings``. Start it if no daemon listens."""
     url = checked_choice(settings.listen[0])
     if not url.startswith("ipc://"):
         raise UsageError(f"{VARIABLE}=auto needs an ipc:// address first in TIERSTORE_LISTEN, got {url}")
@@ -102,7 +107,7 @@ def _own_daemon(settings: Settings) -> ChosenStore:
             return ChosenStore(
                 url, f"it is starting as {started}" if started else "another process starts it"
             )
-        with suppress(BlockingIOError):  # the daemon that was started has the lock
+        with suppress(BlockingIOError):  # raised while another engine or the started daemon has the lock
             lock = PathLock(Path(f"{path}.start"))
             try:
                 if started is None:
@@ -127,14 +132,14 @@ class StartedDaemon:
         return f"process {self.pid}, log {self.log}"
 
     def last_line(self) -> str:
-        """Return the last line of its output, and where the output is."""
+        """Return the last line of the daemon's output and the path of its log."""
         lines = self.log.read_bytes()[self.start :].decode(errors="replace").split("\n")
         last = next((line for line in reversed(lines) if line.strip()), "it gave no reason")
         return f"{printable(last)} (log: {self.log})"
 
 
 def _start(settings: Settings, lock: PathLock) -> StartedDaemon:
-    """Start a daemon that keeps ``lock``."""
+    """Start a daemon, which inherits ``lock``."""
     log = _base("XDG_STATE_HOME", ".local/state") / "daemon.log"
     log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with open(log, "ab") as output:
@@ -152,8 +157,9 @@ def _start(settings: Settings, lock: PathLock) -> StartedDaemon:
 
 
 def _default_sizes(settings: Settings) -> list[str]:
-    """Return options for the sizes that the environment does not set: those of ``tierstore serve``, but no
-    more than this machine has, and a disk, so that pages survive the daemon."""
+    """Return options for sizes that the environment does not set. The sizes are the defaults of ``tierstore
+    serve``, limited to a share of this machine's memory and disk. Unlike ``tierstore serve``, the daemon has
+    a disk tier by default, so that pages survive the daemon."""
     options = []
     memory = memory_bytes().total
     if "TIERSTORE_HOST_BYTES" not in os.environ and memory:
@@ -169,8 +175,8 @@ def _default_sizes(settings: Settings) -> list[str]:
 
 
 def _base(variable: str, below_home: str) -> Path:
-    """Return this project's directory in one of the user's base directories. Raise
-    :class:`StoreUnavailableError` if the user has none."""
+    """Return the directory ``tierstore`` in the base directory that ``variable`` names. Raise
+    :class:`StoreUnavailableError` if the variable is unset and the user has no home directory."""
     try:
         return Path(os.environ.get(variable) or Path.home() / below_home) / "tierstore"
     except RuntimeError as error:
@@ -178,8 +184,8 @@ def _base(variable: str, below_home: str) -> Path:
 
 
 def _starts_elsewhere(path: Path) -> bool:
-    """Return whether a daemon that was started in another way holds the socket's lock, and does not listen
-    yet."""
+    """Return whether another process, for example a ``tierstore serve``, has locked the socket but does not
+    listen yet."""
     try:
         PathLock(Path(f"{path}.lock")).release()
     except BlockingIOError:

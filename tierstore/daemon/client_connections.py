@@ -1,6 +1,6 @@
-"""The connections of a daemon's clients, and their shared state.
+"""The connections of a daemon's clients, and the state that all connections share.
 
-A connection reads its client's messages and trusts none of their content.
+A connection checks the content of its client's messages.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tierstore.keys import KEY_BYTES, LEAST_NAMED_TOKENS, NAME_BYTES, TOKEN_BYTE
 from tierstore.transfer import Transfer
 from tierstore.wire import messages as p
 
-if TYPE_CHECKING:  # costs nothing without a cluster
+if TYPE_CHECKING:  # the module is imported only by daemons with a cluster
     from tierstore.cluster.supervisor import Cluster
 
-_WAIT_THREADS = 4  # for long waits: flushes, surveys, evictions
+_WAIT_THREADS = 4  # for requests that block for long: flushes, listings, evictions
 
 assert sys.byteorder == "little", "messages carry positions and offsets in little-endian order"
 
@@ -40,8 +40,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class PageFrames:
-    """An answer with pages behind it. ``sent`` must be called on the event loop when their memory is not
-    needed any more."""
+    """An answer with pages as frames behind it. When the pages' memory is not needed any more, ``sent`` must
+    be called on the event loop."""
 
     answer: p.Fetched
     frames: Sequence[memoryview]
@@ -52,7 +52,7 @@ Reply: TypeAlias = "p.Answer | PageFrames | None"
 
 
 class ServiceState:
-    """The state that all client connections of a daemon share. ``stats_json`` makes the answer to
+    """The state that all client connections of a daemon share. ``stats_json`` returns the JSON that answers a
     :class:`p.Stats`. ``cluster`` is None without a shared store."""
 
     def __init__(self, core: Core, stats_json: Callable[[], bytes]) -> None:
@@ -67,14 +67,14 @@ class ServiceState:
 
 @dataclass(slots=True, eq=False)
 class ClientConnection:
-    """The connection of one client. ``sending_bytes`` is the size of the pages that ZMQ has and has not sent
-    yet; ``sent`` are futures that wait for that."""
+    """The connection of one client. ``sending_bytes`` is the size of the pages that were passed to ZMQ and
+    are not sent yet. The futures in ``sent`` end when some of these pages have been sent."""
 
     service: ServiceState
     backend: LocalBackend
     sending_bytes: int = 0
     sent: list[asyncio.Future[None]] = field(default_factory=list)
-    # Reservations whose pages are published for other hosts: the prompt, and the number of its chunks.
+    # By reservation: the prompt whose pages are published for other hosts, and the number of its chunks.
     sharing: dict[int, tuple[PromptView, int]] = field(default_factory=dict)
     expected: dict[int, Transfer[None]] = field(default_factory=dict)  # open promises by lookup id
 
@@ -96,29 +96,29 @@ class ClientConnection:
 
     @property
     def cluster(self) -> Cluster | None:
-        """The agents that fetch pages from other hosts for this client. None also for the cluster's own
-        agents, whose requests must not cause fetches."""
+        """The agents that fetch pages from other hosts for this client. None without a shared store, and if
+        the client is itself an agent of the cluster, whose requests must not cause fetches."""
         cluster, name = self.service.cluster, self.client.name
         if cluster is None or (self.local and any(name.endswith(f", pid {pid}") for pid in cluster.pids)):
             return None
         return cluster
 
     def lease(self, number: int) -> LocalLease | None:
-        """Return the lease of this number; None if it has ended."""
+        """Return the client's lease with this number; None if it has ended."""
         lease = self.client.leases.get(number)
         return lease if lease is not None and self.backend.holds(lease) else None
 
     def release(self, leases: Sequence[int]) -> None:
-        """Release these leases. Leases of other clients are ignored."""
+        """Release leases by their numbers. Numbers that are not this client's leases are ignored."""
         for number in leases:
             lease = self.client.leases.get(number)
             if lease is not None:
                 self.backend.release(lease)
 
-    # -- messages (inconsistent ones raise :class:`Refusal`) --------------------------------------------
+    # -- messages (an inconsistent message raises :class:`Refusal`) -------------------------------------
 
     def view(self, part: p.PromptPart, like: PromptView | None = None) -> PromptView:
-        """Return the prompt of a message. With ``like``, its keys are those of ``like``."""
+        """Return the prompt that a message describes. With ``like``, use the unpacked keys of ``like``."""
         registration = self.client.registration(part.identity)
         width = registration.chunk_tokens * TOKEN_BYTES
         whole = len(part.tokens) // width
@@ -146,7 +146,7 @@ class ClientConnection:
         return ChainView(registration, keys, part.tokens, path=path, path_number=part.path, known=part.known)
 
     def hit_view(self, m: p.FindHit) -> HitView:
-        """Return the request for a hit in a message."""
+        """Return the request for a hit that a message describes."""
         if len(m.chains) != len(m.here) or not 0 < len(m.chains) + len(m.named) <= p.MAX_GROUPS:
             raise Refusal(
                 "usage",
@@ -198,14 +198,15 @@ class ClientConnection:
         )
 
     def pages_asked_for(self, m: p.Locate | p.Fetch) -> tuple[LocalLease | None, int]:
-        """Return the lease (None if it has ended) and the number of requested pages that it covers."""
+        """Return the message's lease (None if it has ended) and how many of the requested pages it covers."""
         if m.first < 0 or m.count < 0:
             raise Refusal("usage", f"first and count must not be negative, got {m.first} and {m.count}")
         lease = self.lease(m.lease)
         return lease, max(min(m.count, lease.pages - m.first), 0) if lease is not None else 0
 
     def forgotten(self, forgotten: ForgottenPages) -> p.PagesForgotten | None:
-        """Return the message about what was forgotten; None if nothing of it is known to this client."""
+        """Return the message about forgotten pages; None if this client has registered none of their
+        identities."""
         numbers = [(each.identity.digest, number) for number, each in enumerate(self.client.identities)]
         identities = [number for digest, number in numbers if digest in forgotten.identities]
         keys: dict[bytes, bytes] = {}
@@ -219,7 +220,7 @@ class ClientConnection:
     # -- waiting -------------------------------------------------------------------------------------
 
     def note_sent(self, nbytes: int) -> None:
-        """Subtract sent bytes, so that there is room for others."""
+        """Subtract sent bytes from ``sending_bytes``, and wake the requests that wait for this."""
         self.sending_bytes -= nbytes
         for waits in self.sent:
             if not waits.done():
@@ -228,7 +229,7 @@ class ClientConnection:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count a waiting request. Raise :class:`Refusal` if the client has too many."""
+        """Count a waiting request. Raise :class:`Refusal` if the client has too many waiting requests."""
         self.client.require_patience()
         self.client.waiting += 1
         try:
@@ -254,7 +255,7 @@ class ClientConnection:
 
 
 def then(transfer: Transfer[R], answer: Callable[[R], p.Answer]) -> p.Answer | Awaitable[Reply]:
-    """Return the answer made of a transfer's result: at once if the transfer has ended."""
+    """Return ``answer(result)`` if the transfer has ended; otherwise an awaitable of it."""
     if transfer.done:
         return answer(transfer.wait())
 
@@ -269,7 +270,8 @@ def _names(names: bytes) -> list[bytes]:
 
 
 def _inputs_fit(group: NamedGroup, chunk_tokens: int) -> bool:
-    """Return whether a group has a whole name for each page of a prompt's inputs, and no other names."""
+    """Return whether a group has exactly one complete name for each page of the prompt's inputs (such as
+    images)."""
     ends = [end for _, end in group.rule.inputs]
     pages = ends[-1] // chunk_tokens if ends else 0
     whole = all(len(name) == NAME_BYTES for name in group.names)
@@ -279,7 +281,7 @@ def _inputs_fit(group: NamedGroup, chunk_tokens: int) -> bool:
 def _rule(part: p.NamedPart) -> GroupRule:
     try:
         if len(part.inputs) % 8:
-            raise UsageError("each input of a prompt has a first token and an end of its rows")
+            raise UsageError("each input of a prompt needs a first token and an end of its rows")
         numbers = array.array("I", part.inputs)
         inputs = tuple(zip(numbers[::2], numbers[1::2], strict=True))
         rule = GroupRule(Past(part.past), part.past_tokens, inputs)

@@ -1,8 +1,8 @@
-"""The daemon: owns the store, the server and the arena's listener. It starts them, and ends them in order.
+"""The daemon: starts the store, the server and the arena's listener, and ends them in order.
 
-At the end, the daemon first accepts no more clients and closes its sockets, so that clients notice at once
-and miss. Then it writes committed pages to disk, for a limited time. Then it releases everything. If a disk
-does not answer by then, the process ends anyway: pages that were durable stay so.
+To end, the daemon first closes its sockets, so that clients notice at once and their lookups miss. Then it
+writes committed pages to disk, for a limited time, and releases all resources. If a disk does not answer in
+time, the process ends without waiting. Pages that were already on disk are not lost.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-# glibc's names, from malloc.h.
+# Parameters of mallopt, from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-_KEPT_BYTES = 64 << 20  # kept of the memory that messages with pages have freed
+_KEPT_BYTES = 64 << 20  # of freed memory, glibc keeps this much for further messages with pages
 _MAPPED_FROM_BYTES = 32 << 20  # the largest threshold that every glibc accepts
 
 _ARENA = ".arena"  # suffix of the arena's socket
 _ENDING = (signal.SIGTERM, signal.SIGINT)
-_SWITCH_S = 0.0005  # Python's 5 ms would delay a lookup by that much for each turn of a disk writer
+_SWITCH_S = 0.0005  # with Python's 5 ms, a disk writer's thread could delay each lookup by 5 ms
 
 
 def open_core(
@@ -67,8 +67,9 @@ def open_core(
     defer: Callable[[Callable[[], None]], object] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Core:
-    """Open the tiers of the settings, with an arena that clients can map. Raise
-    :class:`~tierstore.errors.UsageError` or :class:`~tierstore.errors.StoreUnavailableError` if that fails.
+    """Open the tiers that the settings describe, with an arena that clients can map. Raise
+    :class:`~tierstore.errors.UsageError` or :class:`~tierstore.errors.StoreUnavailableError` if opening
+    fails.
     """
     keyring = open_keyring(
         settings.disk_key, settings.disk_keyring, settings.disk, session_keys=settings.session_keys
@@ -101,7 +102,7 @@ def open_core(
 
 
 def arena_fd(core: Core) -> int:
-    """Return the file that clients map."""
+    """Return the descriptor of the arena's file, which clients map."""
     assert core.host is not None, "the daemon has a host tier"
     fd = core.host.shared_fd
     assert fd is not None, "the arena is not shared memory"
@@ -109,7 +110,7 @@ def arena_fd(core: Core) -> int:
 
 
 def _event_options(settings: Settings) -> list[EventOptions]:
-    """Return the options of each endpoint of KV events."""
+    """Return the options of all endpoints of KV events."""
     return [
         EventOptions(
             url,
@@ -127,7 +128,7 @@ def _event_options(settings: Settings) -> list[EventOptions]:
 
 
 def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
-    """Return the access to the shared store. Raise :class:`UsageError` for settings that cannot work."""
+    """Return the shared store's agents. Raise :class:`UsageError` for settings that cannot work."""
     from tierstore.cluster.supervisor import Cluster, ClusterOptions
 
     local = next((url.text for url in urls if url.path is not None), None)
@@ -153,7 +154,8 @@ def _cluster(settings: Settings, urls: Sequence[Url]) -> Cluster:
 
 
 def _sealed_host(core: Core) -> SealedHost | None:
-    """Return this host's part of sealed pages in a shared store. None if its pages are not sealed."""
+    """Return the keys of this host for encrypted pages in a shared store; None if its pages are not
+    encrypted."""
     from tierstore.cluster.supervisor import SealedHost
 
     if core.disk is None or core.disk.keyring is None:
@@ -182,7 +184,7 @@ class Daemon:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.ready = False
-        self.opened = False  # the tiers are open: from then on it ends in order
+        self.opened = False  # whether the tiers are open, so that the daemon must end in order
         self.core: Core | None = None
         self.service: Service | None = None
         self.server: Server | None = None
@@ -195,8 +197,8 @@ class Daemon:
     # -- starting ------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start listening. If it raises :class:`~tierstore.errors.TierStoreError`, everything has been
-        released."""
+        """Open the tiers and listen. If this raises :class:`~tierstore.errors.TierStoreError`, all resources
+        have been released."""
         try:
             await self._start()
         except BaseException:
@@ -273,8 +275,9 @@ class Daemon:
     # -- changing ------------------------------------------------------------------------------------
 
     async def reload(self, newer: Settings) -> None:
-        """Apply the settings that can change at run time and the keys of tenants, and log the others. If keys
-        cannot be read, raise :class:`~tierstore.errors.UsageError` and change nothing."""
+        """Apply the tenants' keys and the settings that can change at run time. Log changed settings that
+        need a restart. If keys cannot be read, raise :class:`~tierstore.errors.UsageError` and change
+        nothing."""
         if self.settings.tenants is not None and self.server is not None:
             self.server.let_in(await keys.read_tenants(self.settings.tenants))
         self.settings, stuck = self.settings.reloaded(newer)
@@ -288,9 +291,9 @@ class Daemon:
     # -- ending --------------------------------------------------------------------------------------
 
     async def stop(self, drain_s: float | None = None) -> bool:
-        """Close all connections, write committed pages to disk, and release everything. Return False if
-        ``drain_s`` seconds (default: the setting) were not enough. Then threads may still be running, and the
-        process should end."""
+        """Close all connections, write committed pages to disk, and release all resources. Return False if
+        writing took longer than ``drain_s`` seconds (default: the setting). Then threads may still be
+        running, and the process should end."""
         self.ready = False
         drain_s = self.settings.drain_s if drain_s is None else drain_s
         if self._http is not None:
@@ -304,7 +307,7 @@ class Daemon:
         drained = True
         if self.core is not None:
             drained = await self._drain(self.core, drain_s)
-        await asyncio.sleep(0)  # lets the loop close connections
+        await asyncio.sleep(0)  # lets the event loop close connections
         for lock in self._locks.values():
             lock.release()
         self._locks.clear()
@@ -316,7 +319,7 @@ class Daemon:
             _log.info("writing %d pages to disk before the end", pending)
         try:
             closing = asyncio.get_running_loop().run_in_executor(None, core.close)
-        except RuntimeError:  # no thread can be started, which is why the daemon ends
+        except RuntimeError:  # no thread can be started
             core.close()
             return True
         _, late = await asyncio.wait({closing}, timeout=drain_s + 1)
@@ -328,20 +331,20 @@ class Daemon:
 
 
 async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> bool:
-    """Serve until SIGTERM or SIGINT. SIGHUP applies the result of ``reload()``. Return False if the daemon
-    did not end in order."""
+    """Serve until SIGTERM or SIGINT. SIGHUP applies the settings that ``reload()`` returns. Return False if
+    writing to disk did not end in time."""
     configure_logs(settings.log_level, settings.log_format)
     daemon = Daemon(settings)
     loop = asyncio.get_running_loop()
     ending = asyncio.Event()
 
     def end(*_: object) -> None:
-        if not daemon.opened:  # opening a large directory can take long, and ending here harms nothing
+        if not daemon.opened:  # opening a large directory takes long, and stopping it loses nothing
             os._exit(0)
         loop.call_soon_threadsafe(ending.set)
 
-    # Not the loop's own handlers: the loop removes them when it closes, and a second signal would interrupt
-    # the orderly end.
+    # Not loop.add_signal_handler: a closing loop removes such handlers, and a second signal would then kill
+    # the process before it has ended in order.
     for number in _ENDING:
         signal.signal(number, end)
     await daemon.start()
@@ -352,7 +355,7 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
         except UsageError as error:
             _log.error("reload failed, the settings are unchanged: %s", error)
 
-    rereading: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to a task
+    rereading: set[asyncio.Task[None]] = set()  # references, because asyncio keeps none to its tasks
 
     def on_sighup() -> None:
         task = loop.create_task(reread())
@@ -383,7 +386,7 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
 
 
 def _lacking(settings: Settings) -> str:
-    """Return the capacities that this machine does not have; empty if it has all."""
+    """Return a text about the capacities that exceed this machine's memory or disk; empty if none does."""
     lacking = [short] if (short := memory_shortage(settings.host_bytes)) else []
     if settings.disk is not None and settings.disk_bytes > (room := disk_bytes(settings.disk)):
         lacking.append(
@@ -393,34 +396,35 @@ def _lacking(settings: Settings) -> str:
 
 
 def serve(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> None:
-    """Run :func:`run` as a whole process."""
+    """Run the daemon as this process. Do not return before it has ended."""
     raise_limit()
     sys.setswitchinterval(_SWITCH_S)
     _keep_message_memory()
     if not asyncio.run(run(settings, reload)):
-        os._exit(1)  # otherwise threads that wait for a disk would keep the process alive
+        os._exit(1)  # sys.exit would wait for threads that wait for a disk
 
 
 def _keep_message_memory() -> None:
-    """Make glibc keep the memory that ZMQ allocates for each received page. By default glibc maps it anew
-    nearly every time, and zeroing it in the kernel is a third of the cost of receiving a page."""
-    with contextlib.suppress(AttributeError):  # another libc, without mallopt
+    """Make glibc reuse the memory that ZMQ allocates for received pages. By default glibc maps new memory for
+    nearly every page, and the kernel's zeroing of it takes a third of the time of receiving a page."""
+    with contextlib.suppress(AttributeError):  # a libc without mallopt
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, _MAPPED_FROM_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
-_YOUNG = 2000  # new objects before a collection of the youngest generation, which takes a millisecond
-_YOUNGER = 5  # such collections before one of the middle generation, which takes some milliseconds
+_YOUNG = 2000  # new objects between two collections of the youngest generation, which take a millisecond
+_YOUNGER = 5  # collections of the youngest generation for each one of the middle generation (some ms)
 _NEVER = 1 << 30
-_LOOK_S = 5.0  # without requests for this long, no client waits
+_LOOK_S = 5.0  # if no lookup arrives for this long, no client is assumed to wait
 _EVERY_S = 600.0
 _LATEST_S = 6 * 3600.0
 
 
 class Collecting:
-    """Runs full garbage collections while no client waits. ``requests`` counts the requests that clients wait
-    for."""
+    """Runs Python's full garbage collections while no client waits: every 10 minutes if no lookup has arrived
+    since the last call of ``look()``, and every 6 hours otherwise. ``requests`` returns the number of lookups
+    so far."""
 
     def __init__(
         self,
@@ -436,14 +440,15 @@ class Collecting:
         self._last_s = clock()
 
     async def run(self) -> None:
-        """Replace Python's automatic full collections, for the rest of the process."""
+        """Disable Python's automatic full collections, and call ``look()`` every 5 s instead. Never
+        returns."""
         gc.set_threshold(_YOUNG, _YOUNGER, _NEVER)
         while True:
             await asyncio.sleep(_LOOK_S)
             self.look()
 
     def look(self) -> None:
-        """Collect if it is time. Must be called every few seconds."""
+        """Run a full collection if one is due."""
         requests = self._requests()
         quiet, self._seen = requests == self._seen, requests
         passed_s = self._clock() - self._last_s
@@ -453,7 +458,8 @@ class Collecting:
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object per line: ``time``, ``level``, ``logger``, ``message``; ``error`` has a traceback."""
+    """Formats a log record as one line of JSON with ``time``, ``level``, ``logger`` and ``message``, and with
+    a traceback in ``error`` after an exception."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -469,7 +475,7 @@ class JsonLines(logging.Formatter):
 
 
 class PlainLines(logging.Formatter):
-    """Lines of ``time level message``, followed by an indented traceback."""
+    """Formats a log record as ``time level message``; after an exception an indented traceback follows."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
@@ -483,7 +489,7 @@ class PlainLines(logging.Formatter):
 
 
 def configure_logs(level: str, format: str) -> None:
-    """Log everything of this package to stderr. May be called again."""
+    """Log the messages of ``tierstore`` to stderr. A further call changes level and format."""
     logger = logging.getLogger("tierstore")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if format == "json" else PlainLines())

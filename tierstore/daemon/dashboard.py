@@ -1,4 +1,4 @@
-"""The dashboard of a daemon: its stats, once a second, as tiles, bars, plots and tables."""
+"""The content of a daemon's dashboard: its statistics as tiles, bars, plots and tables."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tierstore.units import format_duration, format_size
 
 _LATELY_S = 60.0
 _PREFIXES = 10
-_PREFIXES_S = 2.0  # least time between two searches for them
-_PREFIXES_DUTY = 1 / 100  # largest share of one thread for these searches
+_PREFIXES_S = 2.0  # least time between two searches for the busiest prefixes
+_PREFIXES_DUTY = 1 / 100  # largest share of one thread's time for these searches
 _MOST_ROWS = 12
 _PLOTS = (
     Plot("hit_rate", "Hit rate", Unit.PERCENT, ("share of the tokens asked for",)),
@@ -41,7 +41,7 @@ class _DaemonMoment:
 
 
 class DaemonDashboard:
-    """Makes one sample after the other. For one thread at a time."""
+    """Makes the samples that the dashboard shows. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class DaemonDashboard:
         self._prefixes_due = -math.inf
 
     def look(self) -> Sample:
-        """Return the present state, with rates since the last call and since a minute ago."""
+        """Return the current state. The plots get rates since the last call, the tiles and tables rates of
+        the last minute."""
         now = _DaemonMoment(self._clock(), self._stats())
         if now.at >= self._prefixes_due:
             self._prefixes = self._busiest(_PREFIXES)

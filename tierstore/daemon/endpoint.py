@@ -1,8 +1,8 @@
-"""One ROUTER socket on the event loop, through its file descriptor.
+"""A ZMQ ROUTER socket on the event loop.
 
-``zmq.asyncio`` costs a future and a poll for each message. Here, a readable descriptor drains a batch of
-messages together. ZMQ's descriptor shows only *changes*. So code that leaves messages in the socket, or sends
-(which may consume a change), has to look again: it schedules another drain.
+``zmq.asyncio`` needs a future and a poll for each message. Instead, this module receives a batch of messages
+each time ZMQ's descriptor is readable. The descriptor is edge-triggered, and a send may clear it. So after a
+send, or if a batch has left messages in the socket, another batch is scheduled.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tierstore.wire.local_address import is_loopback
 from tierstore.wire.messages import MAX_MESSAGE_BYTES, VERSION
 from tierstore.wire.zmq_door import ZmqDoor
 
-_BATCH = 32  # messages before the other sockets get their turn
+_BATCH = 32  # messages of one socket that are handled before those of other sockets
 _MOST_FRAMES = 4096 + 4
-_RECEIVE_HWM = 64  # messages of one peer before its sender has to wait
+_RECEIVE_HWM = 64  # unread messages of one peer; further ones wait on the peer's side
 _SEND_HWM = 1000
 _HEARTBEAT_MS = 2000
 _MOST_CONNECTIONS = 1024  # served at the same time
 
-# As plain integers: combining two of ZMQ's enums takes longer than sending a frame.
+# Plain integers, because combining two of ZMQ's enums takes longer than sending a frame.
 _NOBLOCK = int(zmq.NOBLOCK)
 _MORE = int(zmq.SNDMORE) | _NOBLOCK
 _EVENTS = int(zmq.EVENTS)
@@ -66,8 +66,8 @@ class Url:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message with the payload ``frames`` behind it. ``tenant`` belongs to the peer's key. ``fd`` is the
-    descriptor of libzmq's connection that it came over (-1: another kind of connection)."""
+    """One message, with the page frames behind it. ``tenant`` is the tenant of the peer's key. ``fd`` is the
+    descriptor of the TCP connection that the message arrived over (-1: not a TCP connection)."""
 
     peer: bytes
     version: bytes
@@ -78,8 +78,8 @@ class Received:
 
 
 class Endpoint:
-    """Receives and sends messages. It calls ``take(endpoint, message)`` for each well-formed message and
-    ``malformed()`` for others. Belongs to the event loop's thread."""
+    """Receives and sends messages. Calls ``take(endpoint, message)`` for each well-formed message and
+    ``malformed()`` for any other. May be used on the event loop's thread only."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Endpoint:
         malformed: Callable[[], None],
         listening: socket.socket | None = None,
     ) -> None:
-        """Bind to TCP, or accept at ``listening``, which is bound to the path. Raise :class:`UsageError` if
-        that fails."""
+        """Bind a TCP address, or accept connections at ``listening``, a unix socket that is already bound.
+        Raise :class:`UsageError` if binding fails."""
         if url.path is None and not url.loopback and keys is None:
             raise UsageError(
                 f"{url.text} is reachable from other machines, which requires keys: make them with "
@@ -140,23 +140,25 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The address at which it listens, with the actual port if 0 was requested."""
+        """The address that clients connect to. If port 0 was requested, it contains the actual port."""
         return self.url.text if self._door is not None else str(self._socket.get_string(zmq.LAST_ENDPOINT))
 
     @property
     def places(self) -> Places:
-        """The places of its connections."""
+        """The limit of this endpoint's connections."""
         listening = self._gate or self._door
         assert listening is not None
         return listening.places
 
     def serve(self, connection: TcpConnection) -> bool:
-        """Record that a client begins on a connection. Return False if the limit of clients is reached."""
+        """Record that the peer of a connection is a client. Return False if the limit of clients is
+        reached."""
         return self._gate is None or self._gate.place(connection).serve()
 
     def end_session(self, connection: TcpConnection, *, unread: bool) -> None:
-        """Record that a client connection has ended. If the client has ``unread`` data, the TCP connection
-        ends too, which discards the pages on their way. Otherwise it may begin again within some seconds."""
+        """Record that a client has said Bye or was silent for too long. If the client has ``unread`` data,
+        end its TCP connection, which discards pages that are not sent yet. Otherwise the client may send a
+        new Hello over the connection within some seconds."""
         if unread:
             connection.hang_up()
         elif self._gate is not None:
@@ -176,13 +178,13 @@ class Endpoint:
     # -- sending -------------------------------------------------------------------------------------
 
     def send(self, peer: bytes, body: bytes) -> bool:
-        """Send one answer. Return False if the peer is gone or has too many unread answers."""
+        """Send an answer. Return False if the peer is gone or has too many unread answers."""
         socket = self._socket
         try:
             socket.send(peer, _MORE)
             socket.send(VERSION, _MORE)
             socket.send(body, _NOBLOCK)
-        except zmq.ZMQError:  # only for the first frame: the rest of a message never fails
+        except zmq.ZMQError:  # raised for the first frame only
             return False
         self.sent += 1
         self._look_again()
@@ -191,8 +193,8 @@ class Endpoint:
     def send_pages(
         self, peer: bytes, body: bytes, pages: Sequence[memoryview], sent: Callable[[], None]
     ) -> bool:
-        """Send an answer and pages behind it, directly from their memory. ``sent`` is called when ZMQ does
-        not need that memory any more, immediately if the message cannot be sent."""
+        """Send an answer with pages behind it, without copying the pages. ``sent`` is called when ZMQ does
+        not need their memory any more. If the message cannot be sent, call it at once and return False."""
         socket = self._socket
         try:
             socket.send(peer, _MORE)
@@ -211,7 +213,7 @@ class Endpoint:
 
         for position, page in enumerate(pages):
             flags = _MORE if position + 1 < len(pages) else _NOBLOCK
-            # The frame refers to the array until ZMQ's own thread has sent it.
+            # The frame keeps a reference to the array until ZMQ's own thread has sent the frame.
             array = np.frombuffer(page, np.uint8)
             weakref.finalize(array, _call_soon, self._loop, one_sent).atexit = False
             socket.send(zmq.Frame(array, copy=False, copy_threshold=0), flags, copy=False)
@@ -232,7 +234,7 @@ class Endpoint:
         self._drain()
 
     def _drain(self) -> None:
-        self._scheduled = more = True  # sends in the meantime need not schedule a drain
+        self._scheduled = more = True  # sends during this batch need not schedule another one
         try:
             more = self._take_batch()
         finally:
@@ -241,9 +243,9 @@ class Endpoint:
                 self._look_again()
 
     def _take_batch(self) -> bool:
-        """Take some messages. Return whether there may be more."""
+        """Handle a batch of messages. Return whether more messages may be waiting."""
         for _ in range(_BATCH):
-            # Checked first: an exception for "no message" costs as much as a short message.
+            # Checked before receiving: an exception for "no message" takes as long as a short message.
             if self._socket.closed or not int(self._socket.get(_EVENTS)) & _POLLIN:
                 return False
             message = self._receive()
@@ -255,7 +257,7 @@ class Endpoint:
         return True
 
     def _receive(self) -> Received | None:
-        """Return a message; None if it is malformed."""
+        """Receive a message. Return None if it is malformed."""
         socket = self._socket
         peer = socket.recv(_NOBLOCK)
         if not socket.get(_RCVMORE):
@@ -279,6 +281,6 @@ class Endpoint:
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Schedule a callback from ZMQ's thread, unless the loop has ended."""
+    """Schedule a callback on the event loop, from ZMQ's thread, unless the loop has ended."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)

@@ -1,25 +1,27 @@
-"""KV events: report the content of the daemon's tiers to routers and indexers, in vLLM's format.
+"""KV events: report the content of the daemon's tiers to followers (routers and indexers), in vLLM's format.
 
-Messages go out on an XPUB socket, in three frames: topic, sequence number (8 bytes, big-endian) and a batch
-(msgpack): ``[seconds since 1970, [event, …], rank]``. Without events, an empty batch goes out every two
-seconds, so that a follower that has missed the last batch, or is new, notices it.
+Each message on the XPUB socket has three frames: topic, sequence number (8 bytes, big-endian) and a batch of
+events (msgpack): ``[seconds since 1970, [event, …], rank]``. If there are no events, an empty batch is sent
+every two seconds. Its sequence number shows a follower whether it has missed batches.
 
-A follower requests missed batches at the ROUTER socket, with an empty frame and the first wanted sequence
-number. The answer is one message for each batch that is still kept, and then one with the sequence number -1.
-If the batches are not kept any more, the answer is a snapshot: ``AllBlocksCleared``, all held pages, and the
-events since the reading began. Its batches have the sequence numbers before that.
+A follower requests missed batches at the ROUTER socket, with an empty frame and the first missing sequence
+number. The answer is one message for each batch, and then a message with the sequence number -1. If some of
+these batches are not kept any more, the answer is a snapshot: ``AllBlocksCleared``, all stored pages, and the
+events that occurred since the snapshot began. The batches with the stored pages get sequence numbers below
+those of these events.
 
-Sequence numbers never repeat across restarts: each run begins with the time since 1970 in units of 2⁻²⁰ s,
-which no earlier run has reached with its batches. A follower of an earlier run sees a gap, and asks. The
-first event of every run is ``AllBlocksCleared``. Pages of earlier runs are reported when a client first
-registers their identity, because their layout is unknown before.
+Sequence numbers never repeat after a restart of the daemon. A run's first number is the time since 1970 in
+units of 2⁻²⁰ s, which is above all numbers of earlier runs. A follower of an earlier run sees a gap in the
+numbers and requests the missing batches. The first event of every run is ``AllBlocksCleared``. Pages of
+earlier runs are reported when a client first registers their identity, because their layout is unknown
+before.
 
-An endpoint without a ROUTER reports all held pages again, after ``AllBlocksCleared``, soon after a follower
-has come. So a follower has the right state without asking, even after a restart that it has not noticed.
+An endpoint without a ROUTER socket cannot answer requests. So it reports all stored pages again, after
+``AllBlocksCleared``, when a new follower has connected.
 
-An endpoint reports the pages of all models, or of those that clients give one name. Routers expect one model
-per endpoint. Pages of tenants are left out by default, because a router would find them for every client.
-Events contain prompts in clear text, so they leave this machine only with explicit permission.
+An endpoint reports the pages of all models, or of one model. Routers expect one model per endpoint. By
+default, pages of tenants are not reported, because a router would direct any client to them. Events contain
+prompts in clear text, so they leave this machine only with explicit permission.
 """
 
 from __future__ import annotations
@@ -60,28 +62,28 @@ _KEPT_BATCHES = 10_000  # for replay
 _KEPT_BYTES = 64 << 20
 _MOST_EVENTS = 1024  # in a batch
 _MOST_TOKENS = 1 << 16  # in a batch: a quarter of a MiB
-_GATHER_S = 0.01  # pages come in bursts
+_GATHER_S = 0.01  # how long changes are collected, because pages arrive in bursts
 _HEARTBEAT_MS = 2000
 _END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 _STOPPED_S = 5.0
-_SEND_S = 5.0  # time limit for a follower that does not read its answer
-_LINGER_MS = 1000  # the same, when the daemon ends
-_NUMBERS_S = 1 << 20  # sequence numbers per second since 1970: no run uses them up
-_NUMBERS_BEFORE = 1 << 16  # numbers before a run's first, for the batches of snapshots
-_UNREAD_BATCHES = 100  # unread batches of a follower before it has to ask for further ones
-_SPARE_BATCHES = 16  # in a snapshot
+_SEND_S = 5.0  # time limit for sending to a follower that does not read its answer
+_LINGER_MS = 1000  # the same time limit when the daemon ends
+_NUMBERS_S = 1 << 20  # sequence numbers per second since 1970, more than any run uses
+_NUMBERS_BEFORE = 1 << 16  # sequence numbers below a run's first batch, for the batches of snapshots
+_UNREAD_BATCHES = 100  # if a follower has this many unread batches, it misses further ones
+_SPARE_BATCHES = 16  # additional sequence numbers for a snapshot
 _MOST_FOLLOWERS = 256  # of one endpoint
 _MOST_REQUEST_BYTES = 64 << 10  # a request is a topic or a number
 _DESCRIPTORS = 16  # libzmq opens this many for an endpoint
 _SUBSCRIBED = b"\x01"
-_ANEW_S = 1.0  # shortest pause between two full reports for new followers …
-_ANEW_SHARE = 20  # … and a multiple of the time that the last one took
+_ANEW_S = 1.0  # shortest pause between two full reports for new followers
+_ANEW_SHARE = 20  # the pause is at least this multiple of the time that the last full report took
 
 
 @dataclass(frozen=True, slots=True)
 class EventOptions:
-    """Options of one endpoint. ``model`` is a name that clients give, or an identity's model; empty for
-    all."""
+    """Options of one endpoint. ``model`` is the name that clients give their model, or the model of an
+    identity; empty for all models."""
 
     url: str
     replay_url: str = ""
@@ -94,18 +96,18 @@ class EventOptions:
     connect: bool = False
 
     def wants(self, registration: Registration) -> bool:
-        """Return whether pages of an identity are reported here."""
+        """Return whether this endpoint reports the pages of an identity."""
         identity = registration.identity
         named = not self.model or self.model in (registration.model_name, identity.model)
         return named and (self.tenants or not identity.tenant)
 
 
 class EventPublisher:
-    """Reports a store's changes, on its own threads. :meth:`stop` or :meth:`close` ends it. Call one of them
-    before the store is closed, because the threads read its disk.
+    """Reports the changes of a store's tiers, on its own threads. Call :meth:`stop` or :meth:`close` before
+    the store is closed, because the threads read its disk.
 
-    The constructor raises :class:`UsageError` for an address on other machines without permission, and
-    :class:`StoreUnavailableError` if it cannot listen at the address.
+    The constructor raises :class:`UsageError` for an address that other machines can reach, unless the
+    options permit it, and :class:`StoreUnavailableError` if it cannot listen at the address.
     """
 
     def __init__(self, state: StoreState, disk: DiskTier | None, options: EventOptions) -> None:
@@ -117,8 +119,8 @@ class EventPublisher:
         self._events = 0
         self._replays = 0
         self._snapshots = 0
-        self._unread = 0  # listings that the disk cut short
-        self._anew_at = 0.0  # new followers wait until then
+        self._unread = 0  # reports of stored pages that a disk error has cut short
+        self._anew_at = 0.0  # earliest time of the next full report for new followers
         self._closing = threading.Event()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._context: zmq.Context[Any] = zmq.Context()
@@ -163,19 +165,19 @@ class EventPublisher:
         """Report the remaining changes, complete the answers to followers, and end."""
         try:
             await asyncio.get_running_loop().run_in_executor(None, self._end)
-        except RuntimeError:  # no thread can be started, which is why the daemon ends
+        except RuntimeError:  # no thread can be started
             self._end()
-        for door in self._doors:  # the loop passes on what the threads have sent
+        for door in self._doors:  # the event loop forwards the last messages to the followers
             await door.finish(_LINGER_MS / 1e3)
         self.close()
 
     def close(self) -> None:
-        """End at once. Idempotent."""
+        """End without waiting for followers. Idempotent."""
         self._end()
         self._close_doors()
 
     def _end(self) -> None:
-        """End the threads, and close their sockets. Must not be called by two threads at a time."""
+        """End the threads and close their sockets. Two threads must not call this at the same time."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -185,7 +187,7 @@ class EventPublisher:
         with self._state.lock:
             self._state.residency.followers.remove(self._log)
         if not any(thread.is_alive() for thread in self._threads):
-            self._close_sockets()  # only now, because threads may still be woken before
+            self._close_sockets()  # the state no longer calls _wake, which writes to a descriptor closed here
 
     def _close_sockets(self) -> None:
         self._context.destroy()
@@ -210,12 +212,12 @@ class EventPublisher:
         opened.sndhwm = _UNREAD_BATCHES
         opened.maxmsgsize = _MOST_REQUEST_BYTES
         if kind == zmq.ROUTER:
-            # A peer that asks and does not read causes an error; otherwise ZMQ would drop messages silently.
+            # If a peer does not read its answer, sending raises an error instead of dropping messages.
             opened.router_mandatory = True
             opened.sndtimeo = int(_SEND_S * 1e3)
             opened.linger = _LINGER_MS
         else:
-            opened.xpub_verbose = True  # shows every new follower
+            opened.xpub_verbose = True  # report each new follower, also of a known topic
         try:
             if connect:
                 opened.connect(url.text)
@@ -268,7 +270,7 @@ class EventPublisher:
             self._out.close()
 
     def _has_newcomers(self) -> bool:
-        """Return whether there are new followers that cannot ask for the held pages."""
+        """Return whether new followers have connected that cannot request the stored pages."""
         come = False
         with suppress(zmq.Again):
             while True:
@@ -276,8 +278,8 @@ class EventPublisher:
         return come and self._replay is None
 
     def _tell_anew(self) -> None:
-        """Report all held pages to all followers, from the beginning. Followers that come together share one
-        report, and the pauses keep reports to a small share of the time."""
+        """Report all stored pages to all followers. Followers that connect at about the same time share one
+        report, and pauses between reports limit the time spent on them to about 5 %."""
         begun = time.monotonic()
         self._announce(self._begin(Lost()))
         took_s = time.monotonic() - begun
@@ -305,7 +307,7 @@ class EventPublisher:
             self._announce(new)
 
     def _begin(self, change: Named | Lost) -> list[bytes]:
-        """Return the identities whose held pages have to be reported."""
+        """Return the identities whose stored pages have to be reported."""
         with self._state.lock:
             named = [change.identity] if isinstance(change, Named) else self._log.identities
             followed = {identity: self._log.followed(identity) for identity in named}
@@ -315,13 +317,13 @@ class EventPublisher:
         return [each for identity, what in followed.items() for each in self._blocks.add(identity, what)]
 
     def _announce(self, identities: Iterable[bytes]) -> None:
-        """Report pages that are held already, and new changes between them."""
+        """Report the stored pages of these identities."""
         for events in self._held(self._blocks, set(identities)):
             self._send_all(events)
 
     def _held(self, blocks: EventBlocks, identities: set[bytes]) -> Iterator[Iterator[KvEvent]]:
-        """Yield the events for held pages. If the disk fails or the publisher closes, the rest is left out. A
-        router that knows too few pages chooses less well. One whose answer has no end waits for ever."""
+        """Yield the events for stored pages. If the disk fails or the publisher closes, end early without an
+        error: an incomplete answer harms a follower less than an answer that never ends."""
 
         def wanted(identity: bytes, tokens: bytes) -> bool:
             return identity in identities and self._log.tells(identity, tokens)
@@ -329,7 +331,7 @@ class EventPublisher:
         try:
             for pages in held(self._state, self._disk, wanted):
                 yield blocks.events(pages)
-                if self._closing.wait(_GATHER_S):  # a pause: there may be a million pages
+                if self._closing.wait(_GATHER_S):  # pause, because a million pages may follow
                     return
         except OSError as error:
             self._unread += 1
@@ -359,7 +361,7 @@ class EventPublisher:
             while not self._closing.is_set():
                 if replay.poll(100):
                     self._answer_one(replay)
-            for _ in range(_MOST_FOLLOWERS):  # those that have asked already
+            for _ in range(_MOST_FOLLOWERS):  # answer the requests that have already arrived
                 if replay.poll(0):
                     self._answer_one(replay)
         except zmq.ZMQError:
@@ -401,9 +403,10 @@ class EventPublisher:
             told = begun
 
     def _snapshot(self, least: int, begun: int) -> Iterator[tuple[int, bytes]]:
-        """Yield all held pages, in batches numbered from ``least`` at the earliest up to, but not including,
-        ``begun``. There is one number for each expected batch. Unused numbers are sent empty, because a
-        follower takes a missing number for a missed batch. The last batch holds everything that remains."""
+        """Yield all stored pages, in batches with sequence numbers from ``least`` or above up to, but not
+        including, ``begun``. As many numbers are used as batches are expected. If fewer batches are needed,
+        the rest are empty, because a missing number would mean a missed batch. If more pages are stored, the
+        last batch contains all remaining pages."""
         with self._state.lock:
             identities = {each for each in self._log.identities if self._blocks.tells(each)}
             pages = self._state.index.tree.pages + (self._disk.pages if self._disk is not None else 0)
@@ -421,14 +424,13 @@ class EventPublisher:
 
 
 class _Sent:
-    """The sent batches. The last ones are kept. Empty batches are not kept: missing numbers mean
-    empty."""
+    """The most recently sent batches. Empty batches are not stored: a missing number is an empty batch."""
 
     def __init__(self, first: int) -> None:
         self._lock = threading.Lock()
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        self._oldest = first  # all batches from here on are known
+        self._oldest = first  # all batches from this number on are kept
         self.next = first
         self.batches = 0
 
@@ -448,7 +450,8 @@ class _Sent:
             return numbered
 
     def since(self, first: int, empty: bytes) -> list[tuple[int, bytes]] | None:
-        """Return all batches from ``first`` on; None if some are not kept any more or there are too many."""
+        """Return all batches from ``first`` on; None if some are not kept any more, or if they are more than
+        ``_KEPT_BATCHES``."""
         with self._lock:
             if not self._oldest <= first or self.next - first > _KEPT_BATCHES:
                 return None

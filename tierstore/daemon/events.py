@@ -1,15 +1,16 @@
 """KV events in vLLM's format, and the mapping from pages to blocks.
 
-An event is a map with its ``type``, or with ``array`` encoding (vLLM up to 0.23) an array that begins with
-it. A page is reported as one block of ``chunk_tokens`` tokens, named by the last 64 bits of its key, or as
-several smaller blocks. Then the last block has the page's name, and the others have names derived from it.
-``medium`` is ``CPU`` for the host tier and ``STORAGE`` for the disk. (Format: vllm/distributed/kv_events.py
-of vLLM 0.32.)
+An event is a map that contains its ``type``. With ``array`` encoding (for vLLM up to 0.23) an event is an
+array that begins with the type. A page is reported as one block of ``chunk_tokens`` tokens, or as several
+smaller blocks. A block's hash is the last 64 bits of the page's key. If a page has several blocks, this is
+the hash of the last block, and the hashes of the other blocks are derived from the key. ``medium`` is ``CPU``
+for the host tier and ``STORAGE`` for the disk. (Format: vllm/distributed/kv_events.py of vLLM 0.32.)
 
-An engine whose model is split over workers has one page per worker for each block. With several KV cache
-groups of full attention it has one page for each group. It can use a block only with all of these pages. So a
-block is reported when its last page has arrived, and removed with the first page that leaves. Pages of
-sliding windows are not reported: a hit needs few of them, and followers do not know which.
+If a model is split over several workers, a block has one page per worker. If a model has several KV cache
+groups of full attention, a block has one page per group. An engine can use a block only if all of its pages
+are stored. So a block is reported as stored when its last page is stored, and as removed when one of its
+pages is removed. Pages of sliding windows are not reported, because a follower does not know which of them a
+hit needs.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from tierstore.index import Tier
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, Identity
 
 _MEDIUM = {Tier.HBM: "GPU", Tier.HOST: "CPU", Tier.DISK: "STORAGE"}
-_PART = re.compile(r"[a-z]+(\d+)/(\d+)")  # in an identity's shard: number and count
+_PART = re.compile(r"[a-z]+(\d+)/(\d+)")  # rank and number of ranks in an identity's ``shard``
 _WINDOWED = re.compile(r"\bwindow\d")
 
 
 class KvEvent(msgspec.Struct, tag=True, omit_defaults=True):
-    """The base of all events, with their encoding."""
+    """The base class of all events, which defines their encoding."""
 
 
 class BlockStored(KvEvent):
@@ -62,27 +63,28 @@ class AllBlocksCleared(KvEvent):
 
 
 def as_array(event: KvEvent) -> list[object]:
-    """Return an event as followers of vLLM up to 0.23 read it: its name and then the fields known there."""
+    """Return an event as followers of vLLM up to 0.23 read it: its type and then the fields of that
+    version."""
     fields = list(msgspec.structs.astuple(event))
     known = {BlockStored: 8, BlockRemoved: 2}.get(type(event), 0)
     return [type(event).__name__, *fields[:known]]
 
 
 def block_hash(key: bytes) -> int:
-    """Return the name of a page for followers: the last 64 bits of its key."""
+    """Return the hash of a page's last block: the last 64 bits of the page's key."""
     return int.from_bytes(key[-8:], "big")
 
 
 def block_hashes(key: bytes, blocks: int) -> list[int]:
-    """Return the names of the ``blocks`` blocks of a page."""
+    """Return the hashes of the ``blocks`` blocks of a page."""
     inner = [xxhash.xxh3_64_intdigest(key + bytes([at])) for at in range(blocks - 1)]
     return [*inner, block_hash(key)]
 
 
 @dataclass(frozen=True, slots=True)
 class _PageEvents:
-    """How pages of an identity are reported. They are part ``rank`` of ``parts``. Identities of one
-    ``family`` differ only in their rank."""
+    """How the pages of an identity are reported. A block consists of ``parts`` pages, and pages of this
+    identity are number ``rank`` of them. Identities of one ``family`` differ only in their rank."""
 
     identity: Identity
     block_tokens: int
@@ -98,26 +100,26 @@ class _PageEvents:
         for number, of in _PART.findall(identity.shard):
             rank, parts = rank * int(of) + int(number), parts * int(of)
         tokens = block_tokens or followed.chunk_tokens
-        # Workers' pages may have different layouts: a pipeline stage may have one more layer.
+        # The layout is not part of a family, because one pipeline stage may have more layers than another.
         same = (identity.model, identity.revision, identity.adapter, identity.rope, identity.tenant)
         family = msgspec.json.encode((same, parts, followed.chunk_tokens))
         return cls(identity, tokens, followed.chunk_tokens // tokens, rank, parts, family)
 
 
 class EventBlocks:
-    """Converts changes of pages to events. ``block_tokens`` is the size of a block (0: a page's). Pages whose
-    size is not a multiple of it are not reported."""
+    """Converts changes of pages to events. ``block_tokens`` is the number of tokens of a block (0: as many as
+    a page has). Pages whose tokens are not a multiple of ``block_tokens`` are not reported."""
 
     def __init__(self, block_tokens: int = 0) -> None:
         self._block_tokens = block_tokens
         self._pages: dict[bytes, _PageEvents] = {}
         self._families: dict[bytes, dict[int, bytes]] = {}  # rank → identity
-        # Only with several parts: a block in a tier → one bit for each part that is there.
+        # For blocks of several pages: hash of block and tier → one bit for each stored page.
         self._ranks: dict[int, int] = {}
 
     def add(self, digest: bytes, followed: Followed) -> list[bytes]:
-        """Add an identity. Return the identities whose pages can be reported from now on: the identity
-        itself, or all identities of its family if it is the last part."""
+        """Add an identity. Return the identities whose pages can be reported from now on: all identities of
+        its family if the family is complete with this one; otherwise none."""
         if self._block_tokens and followed.chunk_tokens % self._block_tokens:
             return []
         if _WINDOWED.search(followed.identity.shard):
@@ -128,18 +130,18 @@ class EventBlocks:
         return list(family.values()) if len(family) == pages.parts else []
 
     def tells(self, identity: bytes) -> bool:
-        """Return whether pages of an identity are reported: all parts are known."""
+        """Return whether pages of an identity are reported: all identities of its family must be known."""
         pages = self._pages.get(identity)
         return pages is not None and len(self._families[pages.family]) == pages.parts
 
     def afresh(self) -> EventBlocks:
-        """Return a copy that reports every page again, for another follower."""
+        """Return a copy that has reported no page yet, for another follower."""
         other = EventBlocks(self._block_tokens)
         other._pages, other._families = self._pages, self._families
         return other
 
     def events(self, changes: Iterable[Stored | PageRemoved]) -> Iterator[KvEvent]:
-        """Yield the events for ``changes``, in order. Pages that follow one another share an event."""
+        """Yield the events for ``changes``, in order. Consecutive pages of one prompt share an event."""
         run: list[Stored | PageRemoved] = []
         for change in changes:
             if not self._whole(change):
@@ -152,8 +154,8 @@ class EventBlocks:
             yield self._event(run)
 
     def _whole(self, change: Stored | PageRemoved) -> bool:
-        """Return whether followers are told of a change: the last page of a block has arrived, or one has
-        left."""
+        """Return whether to report a change: it stores the last missing page of a block, or removes a
+        page."""
         if not self.tells(change.identity):
             return False
         pages = self._pages[change.identity]
@@ -168,7 +170,7 @@ class EventBlocks:
             self._ranks[block] = ranks
         else:
             self._ranks.pop(block, None)
-        return True  # also for followers of a snapshot, who may know of more blocks
+        return True  # even if the block was incomplete: a snapshot may have reported it as complete
 
     def _event(self, run: Sequence[Stored | PageRemoved]) -> KvEvent:
         first, pages = run[0], self._pages[run[0].identity]
@@ -201,7 +203,8 @@ def _continues(before: Stored | PageRemoved, change: Stored | PageRemoved) -> bo
 
 
 def _extra_keys(identity: Identity, blocks: int, *, begins: bool) -> list[list[str] | None] | None:
-    """Return vLLM's extra keys: the adapter for every block, the salt for a prompt's first block."""
+    """Return vLLM's extra keys: the adapter for every block, and the tenant as cache salt for a prompt's
+    first block."""
     adapter = [identity.adapter] if identity.adapter else []
     salt = [identity.tenant] if identity.tenant and begins else []
     keys = [adapter + salt or None, *([adapter or None] * (blocks - 1))]

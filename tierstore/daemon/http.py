@@ -1,11 +1,12 @@
 """The daemon's HTTP port: ``/metrics``, ``/healthz``, ``/readyz``, and the dashboard at ``/dashboard/``.
 
-It has its own thread and event loop. So HTTP clients take nothing from the loop that serves engines except
-time of the interpreter. ``/healthz`` and ``/readyz`` check that the engines' loop still runs, because an HTTP
-answer alone does not prove it.
+The HTTP server has its own thread and event loop, so HTTP clients do not block the event loop that serves
+engines. ``/healthz`` and ``/readyz`` check that the engines' event loop still runs, because an HTTP answer
+from another loop does not show it.
 
-The server answers one request per connection and closes it, except for the dashboard's feed. The number of
-connections is limited (:mod:`tierstore.wire.listener`), and connections of slow clients are closed.
+The server answers one request per connection and closes the connection. Only the dashboard's feed stays open.
+The number of connections is limited (:mod:`tierstore.wire.listener`), and connections of slow clients are
+closed.
 """
 
 from __future__ import annotations
@@ -34,13 +35,14 @@ _REQUEST_S = 5.0
 _LOOP_S = 5.0  # time limit for an answer of the loop that serves engines
 _MOST_REQUEST_BYTES = 8192
 _MOST_CONNECTIONS = 64
-_PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # these have reserved places
+_PROBES = frozenset({"/healthz", "/readyz", "/metrics"})  # some connections are reserved for these
 _TEXT = {"Content-Type": "text/plain; charset=utf-8"}
 _FULL = WebAnswer(503, {**_TEXT, "Retry-After": "1"}, b"too many connections\n")
 
 
 class HttpServer:
-    """Serves the results of ``stats`` and ``look`` as far as ``site`` permits. A thread calls ``look``."""
+    """Serves metrics of ``stats()`` and a dashboard of ``look()`` to clients that ``site`` admits. Another
+    thread calls ``look``."""
 
     def __init__(self, stats: Callable[[], DaemonStats], look: Callable[[], Sample], site: Site) -> None:
         self._stats = stats
@@ -56,7 +58,7 @@ class HttpServer:
         self._port: concurrent.futures.Future[int] = concurrent.futures.Future()
 
     async def start(self, host: str, port: int) -> None:
-        """Start the thread and listen. Raise :class:`UsageError` if that fails."""
+        """Start the thread and listen. Raise :class:`UsageError` if the address cannot be used."""
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._run(host, port)), name="tierstore-http", daemon=True
         )
@@ -93,7 +95,7 @@ class HttpServer:
         self._port.set_result(port)
         await self._stop.wait()
         listener.close()
-        await self._feed.close()  # asyncio.run cancels the rest
+        await self._feed.close()  # asyncio.run cancels all other tasks
 
     def _enter(self, connection: socket.socket, place: ListenerPlace) -> None:
         task = asyncio.get_running_loop().create_task(self._serve(connection, place))
@@ -137,12 +139,12 @@ class HttpServer:
             await _write(writer, WebAnswer(503, {**_TEXT, "Retry-After": "10"}, f"{error}\n".encode()))
 
     async def _answer(self, request: WebRequest) -> WebAnswer:
-        """Return the answer, also for an error: exceptions here do not mean that the client is gone."""
+        """Return the answer to a request; after an error, an answer with status 500 or 503."""
         try:
             return await self._found(request)
         except TierStoreError as error:
             return WebAnswer(503, {**_TEXT, "Retry-After": "1"}, f"{error}\n".encode())
-        except Exception as error:  # noqa: BLE001  # the client gets an answer in any case
+        except Exception as error:  # noqa: BLE001  # the client gets an answer after any error
             _log.error("answering %s has failed", request.path, exc_info=error)
             return WebAnswer(500, _TEXT, b"internal error: see the daemon's log\n")
 
@@ -177,23 +179,23 @@ class HttpServer:
         return WebAnswer(200, _TEXT, b"ready\n") if ready else WebAnswer(503, _TEXT, b"not ready\n")
 
     async def _loop_goes_round(self) -> bool:
-        """Return whether the loop that serves engines runs a callback within some seconds."""
+        """Return whether the event loop that serves engines runs a callback within ``_LOOP_S`` seconds."""
         came: concurrent.futures.Future[None] = concurrent.futures.Future()
 
         def come() -> None:
-            if came.set_running_or_notify_cancel():  # not cancelled by the time limit
+            if came.set_running_or_notify_cancel():  # False if the time limit has cancelled the future
                 came.set_result(None)
 
         try:
             self._serving.call_soon_threadsafe(come)
             await asyncio.wait_for(asyncio.wrap_future(came), _LOOP_S)
-        except (RuntimeError, asyncio.TimeoutError):  # the loop is closed or hangs
+        except (RuntimeError, asyncio.TimeoutError):  # the event loop is closed or hangs
             return False
         return True
 
 
 async def _read(reader: asyncio.StreamReader) -> WebRequest:
-    """Read one request. Raise :class:`ValueError` or another error if it is malformed."""
+    """Read one request. Raise :class:`ValueError` or another error if the request is malformed."""
     head = await reader.readuntil(b"\r\n\r\n")
     line, _, rest = head.partition(b"\r\n")
     method, target, _ = line.decode("latin-1").split(" ")

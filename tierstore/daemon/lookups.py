@@ -1,4 +1,4 @@
-"""Handlers of lookups, for pages here and on other hosts."""
+"""Handlers of lookups, for pages on this host and on other hosts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tierstore.stats import DECLINED
 from tierstore.transfer import Transfer, TransferState
 from tierstore.wire import messages as p
 
-if TYPE_CHECKING:  # costs nothing without a cluster
+if TYPE_CHECKING:  # the module is imported only by daemons with a cluster
     from tierstore.cluster.supervisor import Cluster
 
 Rates: TypeAlias = dict[str, tuple[float, float, float]]
@@ -71,7 +71,7 @@ async def fetch_remote(connection: ClientConnection, m: p.FetchRemote) -> Reply:
 
 
 def _begin(connection: ClientConnection, m: p.Find | p.FindHit) -> float:
-    """Handle the fields that every lookup has. Return how many seconds it may wait."""
+    """Handle the fields that all lookups have. Return the seconds that the lookup may wait."""
     connection.release(m.released)
     declined = {why: count for why, count in m.declined.items() if why in DECLINED and count > 0}
     if declined:
@@ -82,7 +82,7 @@ def _begin(connection: ClientConnection, m: p.Find | p.FindHit) -> float:
 async def _find_later(
     connection: ClientConnection, view: PromptView, m: p.Find, wait_s: float, expected: Transfer[None]
 ) -> Reply:
-    """Find a prompt's pages when the promised ones have arrived or are late."""
+    """Wait until the promised pages of a prompt are stored or late, and then look the prompt up."""
     with ExitStack() as ending:
         if (cluster := connection.cluster) is not None:
             missing = connection.backend.lookups.missing(view, m.expect).wait()
@@ -101,7 +101,7 @@ async def _find_later(
 def _find(
     connection: ClientConnection, view: PromptView, m: p.Find, wait_s: float
 ) -> Reply | Awaitable[Reply]:
-    if m.expect and not m.max_tokens:  # a request that only waits does not count as a miss
+    if m.expect and not m.max_tokens:  # a request that only waits for promised pages is not a miss
         return p.Found(m.id, 0, 0, 0, [], 0, 0)
     lease = connection.backend.find(view, patience_s=wait_s, max_tokens=m.max_tokens, counted=m.counted)
     rates = _on_wire(connection.backend.rates())
@@ -114,7 +114,7 @@ def _find(
 async def _look_further(
     cluster: Cluster, view: PromptView, lease: Transfer[Lease | None], m: p.Find, rates: Rates
 ) -> Reply:
-    """Answer a lookup, and say which of the missing named pages other hosts have."""
+    """Answer a lookup. The answer also contains which of the missing named pages other hosts have."""
     answer = _found(m.id, rates, await lease)
     if isinstance(view, NamedView):
         here = set(array.array("I", answer.positions))
@@ -136,7 +136,7 @@ async def _find_hit_elsewhere(
     m: p.FindHit,
     rates: Rates,
 ) -> Reply:
-    """Answer with the hit, and say how much longer it would be with pages of other hosts."""
+    """Answer with the hit. The answer also contains how much longer it would be with pages of other hosts."""
     answer = _hit_found(m.id, rates, await hit)
     chunk_tokens, lookups = view.chunk_tokens, connection.backend.lookups
     reach = view.num_tokens

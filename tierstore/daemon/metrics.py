@@ -1,4 +1,4 @@
-"""``/metrics`` for Prometheus, made from one snapshot of the stats."""
+"""The document ``/metrics`` for Prometheus, made from one snapshot of the daemon's statistics."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tierstore.explanation import MissReason
 
 
 class StatsCollector(Collector):
-    """All numbers of a :class:`DaemonStats` as metrics."""
+    """Converts all numbers of a :class:`DaemonStats` to Prometheus metrics."""
 
     def __init__(self, stats: Callable[[], DaemonStats]) -> None:
         self._stats = stats
@@ -100,8 +100,8 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
 
 
 def _missed(tokens: Any) -> Metric:
-    """Return the counts of all reasons, also of those with 0 tokens. A counter that appears with its first
-    tokens would hide these from Prometheus' ``rate``."""
+    """Return a counter for every reason, also for reasons with 0 tokens: Prometheus' ``rate`` does not see
+    the first value of a counter that appears later."""
     counts = dict.fromkeys((reason.value for reason in MissReason), 0) | dict(tokens)
     what = "Tokens requested and not served, by reason"
     return _by("missed_tokens", what, "reason", counts, counts=True)

@@ -1,6 +1,6 @@
 """The server: assigns messages to client connections, sends answers, and notices dead clients.
 
-No data of a peer is trusted. Malformed messages are counted, and answered if at least their id can be read.
+The server trusts no data of a peer. It counts malformed messages, and answers those whose id can be read.
 Messages that are far too large for their type are not decoded.
 """
 
@@ -31,9 +31,9 @@ from tierstore.wire.keys import Doorkeeper, KeyPair
 _log = logging.getLogger(__name__)
 
 _IO_THREADS = 1
-_DESCRIPTORS = 32  # libzmq and the listeners open this many
-_MOST_SMALL_BYTES = 64 << 10  # limit for messages without a prompt
-_HEAD_BYTES = 64  # enough for the name and the id
+_DESCRIPTORS = 32  # file descriptors that libzmq and the listeners open
+_MOST_SMALL_BYTES = 64 << 10  # limit of a message without a prompt
+_HEAD_BYTES = 64  # the first bytes of a message, which contain its type and its id
 _BULKY = {cls.__name__.encode() for cls in (p.Find, p.FindHit, p.Reserve, p.Pin, p.Commit)}
 _SWEEP_S = 1.0  # interval of checks for silent clients
 
@@ -43,7 +43,7 @@ Listener: TypeAlias = Endpoint | ArenaListener
 
 
 class Server:
-    """Connects sockets with the service. Belongs to the event loop's thread."""
+    """Passes messages between the sockets and the service. May be used on the event loop's thread only."""
 
     def __init__(self, service: Service, *, keys: KeyPair | None, tenants: dict[bytes, str]) -> None:
         self._service = service
@@ -55,10 +55,9 @@ class Server:
         self.endpoints: list[Endpoint] = []
         self.listeners: list[ArenaListener] = []
         self._connections_by_route: dict[tuple[Listener, bytes], ClientConnection] = {}
-        self._routes: dict[int, tuple[Listener, bytes]] = {}  # by the connection's number
+        self._routes: dict[int, tuple[Listener, bytes]] = {}  # by connection number
         self._by_token: dict[bytes, ClientConnection] = {}
-        # Sockets of clients over ZMQ, by connection number.
-        self._sockets: dict[int, tuple[Endpoint, TcpConnection]] = {}
+        self._sockets: dict[int, tuple[Endpoint, TcpConnection]] = {}  # of TCP clients, by connection number
         self._seen: dict[int, float] = {}  # when each client without an arena last sent something
         self._sweeping: asyncio.TimerHandle | None = None
         self._answering: set[asyncio.Task[None]] = set()
@@ -67,14 +66,15 @@ class Server:
         service.follow_forgets(self._forgotten)
 
     def listen(self, url: Url, listening: socket.socket | None = None) -> Endpoint:
-        """Listen at ``url``. ``listening`` is bound to the path of an ``ipc://`` address. Raise
-        :class:`~tierstore.errors.UsageError` if that fails."""
+        """Listen at ``url``. For an ``ipc://`` address, ``listening`` is a socket that is bound to its path.
+        Raise :class:`~tierstore.errors.UsageError` if the address cannot be used."""
         endpoint = Endpoint(self._context, url, self._keys, self._take, self._count_malformed, listening)
         self.endpoints.append(endpoint)
         return endpoint
 
     def listen_at_arena(self, path: Path, listening: socket.socket, fd: int, nbytes: int) -> None:
-        """Hand over the arena (a file of ``nbytes``) at ``listening``, which is bound to ``path``."""
+        """Listen for local clients at ``listening``, a socket that is bound to ``path``. ``fd`` is the
+        arena's file of ``nbytes``."""
         self.listeners.append(ArenaListener(path, listening, fd, nbytes, self._take, self._arena_gone))
 
     def stats(self) -> ServerStats:
@@ -134,7 +134,7 @@ class Server:
                 listener, received.peer, message.id, "usage", "local clients must use the arena for pages"
             )
         elif isinstance(message, p.Bye):
-            if not connection.local:  # a local client may write to the arena until it closes its socket
+            if not connection.local:  # a local connection ends when the client closes its arena socket
                 self._end(connection)
         else:
             if not connection.local:
@@ -178,7 +178,7 @@ class Server:
     ) -> None:
         answer = await reply
         if isinstance(answer, PageFrames) and connection.number not in self._routes:
-            answer.sent()  # the connection has ended: no client reads the pages
+            answer.sent()  # the client is gone
             return
         self._send(listener, peer, answer)
 
@@ -186,7 +186,7 @@ class Server:
         if reply is None:
             return
         if isinstance(reply, PageFrames):
-            assert isinstance(listener, Endpoint), "refused on the others"
+            assert isinstance(listener, Endpoint), "clients of an arena socket may not fetch pages as frames"
             sent = listener.send_pages(peer, p.encode(reply.answer), reply.frames, reply.sent)
         else:
             sent = listener.send(peer, p.encode(reply))
@@ -194,8 +194,8 @@ class Server:
             self._unsent += 1
 
     def _forgotten(self, forgotten: ForgottenPages) -> None:
-        """Tell the clients what was forgotten. Callable from any thread; waits for none of them."""
-        with suppress(RuntimeError):  # the loop is closed, and with it every connection
+        """Inform the clients about forgotten pages, without waiting for them. Callable from any thread."""
+        with suppress(RuntimeError):  # the event loop is closed, and so are all connections
             self._loop.call_soon_threadsafe(self._tell, forgotten)
 
     def _tell(self, forgotten: ForgottenPages) -> None:
@@ -203,12 +203,12 @@ class Server:
             message = connection.forgotten(forgotten)
             if message is not None and not listener.send(peer, p.encode(message)):
                 self._unsent += 1
-                self._end(connection)  # the client has to greet again, and finds out then
+                self._end(connection)  # the answer to the client's next Hello and Register informs it
 
     # -- client connections -------------------------------------------------------------------------------
 
     def let_in(self, tenants: dict[bytes, str]) -> None:
-        """Admit clients with these keys from now on. Connections of tenants without a key end."""
+        """Admit clients with these keys, and no others. End the connections of tenants without a key."""
         if self._doorkeeper is None:
             return
         self._doorkeeper.let_in(tenants)
@@ -217,8 +217,8 @@ class Server:
                 self._end(connection)
 
     def _is_let_in(self, tenant: str) -> bool:
-        """Return whether a peer is still admitted: keys may have been removed since ZMQ admitted it. Local
-        peers have no tenant."""
+        """Return whether a peer's tenant still has a key. Keys may have been removed since ZMQ admitted the
+        peer. Local peers have no tenant and are always admitted."""
         return not tenant or (self._doorkeeper is not None and tenant in self._doorkeeper)
 
     def _hello(
@@ -249,7 +249,8 @@ class Server:
             known = self._by_token.get(m.token)
             if before is not None and before is not known:
                 self._end(before)
-            # The same process again: it keeps what it holds, because it may be writing there.
+            # A second Hello of a process continues its connection. Its reservations must not end, because the
+            # process may be writing to their slots.
             connection = known or self._service.begin(m.client, local=True, tenant=received.tenant)
             self._by_token[m.token] = connection
             self._connections_by_route.pop(
@@ -268,7 +269,7 @@ class Server:
         return not isinstance(listener, Endpoint) or tcp is None or listener.serve(tcp)
 
     def _arena_gone(self, token: bytes) -> None:
-        """End the connection of the process behind an arena connection that has ended."""
+        """End the client connection whose arena socket is closed."""
         connection = self._by_token.pop(token, None)
         if connection is not None:
             self._end(connection)
@@ -289,8 +290,8 @@ class Server:
             self._sweeping = self._loop.call_later(_SWEEP_S, self._sweep)
 
     def _sweep(self) -> None:
-        """End the connections of clients that were silent for too long. This repeats while there are
-        clients without an arena."""
+        """End the connections of TCP clients that were silent for too long. Repeat every ``_SWEEP_S`` while
+        TCP clients are connected."""
         self._sweeping = None
         silent_since = self._loop.time() - p.SILENCE_S
         for number, seen in list(self._seen.items()):
@@ -302,8 +303,8 @@ class Server:
 
 
 def _tag(body: bytes) -> bytes:
-    """Return the name of a message from its first bytes (an array of fewer than 16, a text of fewer than
-    32)."""
+    """Return the type's name from the first bytes of a message. In msgpack, these are an array of fewer than
+    16 entries and a string of fewer than 32 bytes."""
     return body[2 : 2 + (body[1] & 0x1F)] if len(body) > 1 and body[1] & 0xE0 == 0xA0 else b""
 
 

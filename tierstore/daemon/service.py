@@ -1,13 +1,12 @@
-"""The service of a daemon, without sockets: a message goes in, and an answer, or a coroutine that returns
-one, comes out.
+"""The service of a daemon: handles requests and returns their answers. It knows no sockets.
 
-Each client connection has its own :class:`~tierstore.core.backend.LocalBackend`, which decides. The handlers
-are functions of a connection and a message. Those in :mod:`tierstore.daemon.lookups` find pages, those in
-:mod:`tierstore.daemon.transfers` move them, and the others are in :mod:`tierstore.daemon.administration`. A
-connection reads and checks its messages (:mod:`tierstore.daemon.client_connections`).
+Each client connection has its own :class:`~tierstore.core.backend.LocalBackend`. A handler is a function of a
+connection and a message. Handlers in :mod:`tierstore.daemon.lookups` find pages, handlers in
+:mod:`tierstore.daemon.transfers` move pages, and all other handlers are in
+:mod:`tierstore.daemon.administration`.
 
-Everything runs on the event loop's thread, and nothing blocks it. Requests for pages in memory are answered
-at once. Other requests become coroutines that wait for a transfer or a thread.
+All handlers run on the event loop's thread, and none blocks it. Requests for pages in memory are answered at
+once. For other requests, the handler returns a coroutine that waits for a transfer or a thread.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _LATENCY_OF: dict[type, str] = {
 
 
 class Service:
-    """Dispatches requests to their handlers and counts them. ``stats_json`` makes the answer to
+    """Dispatches requests to their handlers and counts them. ``stats_json`` returns the JSON that answers a
     :class:`p.Stats`."""
 
     def __init__(self, core: Core, settings: Settings, *, stats_json: Callable[[], bytes]) -> None:
@@ -99,13 +98,13 @@ class Service:
         )
 
     def end(self, connection: ClientConnection) -> None:
-        """End a connection whose client has gone, and take back everything that it held. Idempotent."""
+        """End a client's connection, its leases and its reservations. Idempotent."""
         if self.state.connections.pop(connection.number, None) is not None:
             self._clients_ended += 1
             connection.backend.end()
 
     def close(self) -> None:
-        """End all connections and threads. Requests that wait for a disk get no answer."""
+        """End all connections and threads. Requests that are waiting for a disk get no answer."""
         for connection in list(self.state.connections.values()):
             self.end(connection)
         self.state.threads.shutdown(wait=False, cancel_futures=True)
@@ -119,14 +118,14 @@ class Service:
     def handle(
         self, connection: ClientConnection, m: p.Request, frames: Sequence[memoryview] = ()
     ) -> Reply | Awaitable[Reply]:
-        """Return the answer; None for messages without an answer. Neither this method nor the coroutine
-        raises."""
+        """Return the answer to a request, or a coroutine that returns it; None for messages without an
+        answer. An error becomes an answer and is never raised."""
         started = time.perf_counter()
         try:
             self._requests[type(m).__name__] += 1
             self._expire_pins()
             answer = _dispatch(connection, m, frames)
-        except Exception as error:  # noqa: BLE001  # counted and answered; one request must not stop the rest
+        except Exception as error:  # noqa: BLE001  # an error of one request must not stop the daemon
             return self._refusal(m, error)
         if answer is None or isinstance(answer, p.Message | PageFrames):
             self._took(m, started)
@@ -148,7 +147,7 @@ class Service:
 
     def _took(self, m: p.Request, started: float) -> None:
         name = _LATENCY_OF.get(type(m))
-        if name is not None and not (isinstance(m, p.Find) and m.expect):  # such a request waits on purpose
+        if name is not None and not (isinstance(m, p.Find) and m.expect):  # it waits for promised pages
             now = time.perf_counter()
             self._latency[name].add(now - started)
             self._slowest.add(type(m).__name__, now - started, now)
@@ -175,7 +174,7 @@ class Service:
     # -- counting ------------------------------------------------------------------------------------
 
     def lookups(self) -> int:
-        """Return the number of lookups so far. Without new lookups, no engine starts a request."""
+        """Return the number of lookups so far."""
         return self._requests[p.Find.__name__] + self._requests[p.FindHit.__name__]
 
     def stats(self) -> ServiceStats:

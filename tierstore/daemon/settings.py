@@ -1,8 +1,8 @@
-"""The daemon's settings, from flags, then ``TIERSTORE_…`` in the environment, then the file, then the
-defaults.
+"""The daemon's settings. A command-line flag overrides a variable ``TIERSTORE_…`` of the environment, which
+overrides the settings file, which overrides the default.
 
-Every setting has one spelling: ``host_bytes`` is ``--host-bytes``, ``TIERSTORE_HOST_BYTES`` and
-``host_bytes`` in the file. An unknown setting is an error.
+Every setting has one name: ``host_bytes`` is ``--host-bytes`` as a flag, ``TIERSTORE_HOST_BYTES`` as a
+variable and ``host_bytes`` in the file. An unknown setting is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
 PREFIX = "TIERSTORE_"
-_OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # settings of the engine and the proxy
+_OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # of other programs of this project
 _KUBERNETES = re.compile(
     r"TIERSTORE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.*"
     r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*)"
@@ -134,20 +134,20 @@ def _port(value: object) -> int:
 
 
 def _setting(default: Any, parse: Callable[[object], object], metavar: str, help: str) -> Any:
-    """Declare a setting. ``parse`` reads it as it is written on the command line, in the environment and in
-    the file. A callable ``default`` makes the default."""
+    """Declare a setting. ``parse`` converts a value from the command line, the environment or the file. If
+    ``default`` is callable, its result is the default."""
     metadata = {"parse": parse, "metavar": metavar, "help": help}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-_RELOADED = frozenset({"quotas", "drain_s", "log_level"})  # can change at run time
+_RELOADED = frozenset({"quotas", "drain_s", "log_level"})  # settings that can change at run time
 
 
 @dataclass(frozen=True)
 class Settings:
-    """All settings. Raises :class:`UsageError` for inconsistent values."""
+    """All settings of a daemon. Raises :class:`UsageError` for wrong or inconsistent values."""
 
     listen: tuple[str, ...] = _setting(
         lambda: (default_listen(),),
@@ -344,14 +344,15 @@ class Settings:
         file: Path | None = None,
         environment: Mapping[str, str] | None = None,
     ) -> Settings:
-        """Read the settings from all places. ``flags`` that are None were not given."""
+        """Read the settings from flags, environment and file. A flag that is None was not given. Raise
+        :class:`UsageError` for an unknown setting or a wrong value."""
         with _reading(file):
             text = "" if file is None else file.read_text("utf-8")
         return cls._put_together(flags, file, text, environment)
 
     @classmethod
     async def load_again(cls, flags: Mapping[str, object], *, file: Path | None) -> Settings:
-        """:meth:`load` while serving: the file is read without blocking the event loop."""
+        """Like :meth:`load`, but read the file without blocking the event loop."""
         text = ""
         with _reading(file):
             if file is not None:
@@ -418,8 +419,8 @@ def _toml(file: Path | None, text: str) -> dict[str, object]:
 
 
 def _is_kubernetes(variable: str, value: str) -> bool:
-    """Return whether Kubernetes has set this variable in the container, for a Service named
-    ``tierstore…``."""
+    """Return whether Kubernetes has set this variable, as it does for a Service whose name begins with
+    ``tierstore``."""
     return _KUBERNETES.fullmatch(f"{variable}={value}") is not None
 
 
@@ -430,7 +431,7 @@ def _require_known(name: str, where: str) -> None:
 
 
 def _parse(name: str, value: object) -> object:
-    """Parse a value as it is written in any of the places. Raise :class:`UsageError` if it is malformed."""
+    """Parse the value of a setting. Raise :class:`UsageError` if it is malformed."""
     try:
         return SETTINGS[name]["parse"](value)
     except (TypeError, ValueError) as error:

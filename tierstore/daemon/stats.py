@@ -1,4 +1,4 @@
-"""Statistics of a daemon: one frozen snapshot, for ``stats``, ``top`` and the metrics."""
+"""Statistics of a daemon, as frozen snapshots: for ``tierstore stats``, ``tierstore top`` and the metrics."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _LATELY_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LatencyStats:
-    """Latencies of requests, from arrival to answer. ``counts`` has one entry for each of ``BOUNDS_S`` (not
-    cumulative) and one for all longer ones."""
+    """Latencies of requests, from arrival to answer. ``counts[i]`` is the number of requests that took at
+    most ``BOUNDS_S[i]`` and more than the bound before it. The last entry counts all longer requests."""
 
     counts: tuple[int, ...]
     sum_s: float
 
     def since(self, before: LatencyStats | None) -> LatencyStats:
-        """Return the latencies after the snapshot ``before``; None: all of them."""
+        """Return the latencies since the snapshot ``before``, or all latencies if it is None."""
         if before is None:
             return self
         counts = tuple(new - old for new, old in zip(self.counts, before.counts, strict=True))
         return LatencyStats(counts, self.sum_s - before.sum_s)
 
     def quantile(self, share: float) -> float | None:
-        """Return the smallest bound below which ``share`` of the requests took; infinity for the last one,
-        None without requests."""
+        """Return the smallest of ``BOUNDS_S`` that at least ``share`` of the requests did not exceed;
+        infinity if there is none. Return None without requests."""
         total = sum(self.counts)
         if not total:
             return None
@@ -60,13 +60,13 @@ class Histogram:
 
 
 class Slowest:
-    """The longest time of a request of each kind in the last 30 to 60 seconds. (It forgets half a minute at
-    once.)"""
+    """The longest time of a request, by message, in the last 30 to 60 seconds. Every 30 seconds, the oldest
+    30 seconds are dropped."""
 
     def __init__(self) -> None:
         self._now: dict[str, float] = {}
         self._before: dict[str, float] = {}
-        self._ends = 0.0  # end of the half minute of ``_now``, by the caller's clock
+        self._ends = 0.0  # when ``_now`` becomes ``_before``, by the caller's clock
 
     def add(self, name: str, seconds: float, at: float) -> None:
         """Add a request that was answered at ``at``."""
@@ -79,7 +79,7 @@ class Slowest:
 
     def stats(self, at: float) -> dict[str, float]:
         """Return the longest times as of ``at``, the slowest request first."""
-        before, now = self._before.copy(), self._now.copy()  # other threads may add requests meanwhile
+        before, now = self._before.copy(), self._now.copy()  # copies, because other threads may add requests
         if at >= self._ends:
             before, now = {}, now if at < self._ends + _LATELY_S else {}
         slowest = {name: max(before.get(name, 0.0), now.get(name, 0.0)) for name in {**before, **now}}
@@ -88,7 +88,7 @@ class Slowest:
 
 @dataclass(frozen=True, slots=True)
 class TenantStats:
-    """Statistics of one tenant (empty name: clients without a tenant)."""
+    """Statistics of one tenant, or of all clients without a tenant."""
 
     lookup_tokens: int
     hit_tokens: Mapping[str, int]  # by tier
@@ -113,7 +113,7 @@ class ClientStats:
 
 @dataclass(frozen=True, slots=True)
 class LayersStats:
-    """The pages of one group of a model's layers, those of all clients."""
+    """The bytes of a model's pages for one layer group, saved by any client."""
 
     model: str
     layers: str
@@ -122,7 +122,8 @@ class LayersStats:
 
 @dataclass(frozen=True, slots=True)
 class ServiceStats:
-    """Statistics of the requests. Everything but the connections counts from the daemon's start."""
+    """Statistics of clients and their requests. Numbers of requests, pages and ended clients count from the
+    daemon's start."""
 
     connections: int
     leases: int
@@ -134,13 +135,13 @@ class ServiceStats:
     refused: Mapping[str, int]  # by kind
     failed_requests: int  # because of a bug in tierstore
     promised_lookups: int  # lookups that waited for promised pages
-    broken_promises: int  # those whose pages did not all arrive in time
+    broken_promises: int  # promised lookups whose pages were not all saved in time
     quota_evicted_pages: int
     latency: Mapping[str, LatencyStats]  # of lookup, load and save
     slowest_s: Mapping[str, float]  # by message, in the last minute, slowest first
     tenants: Mapping[str, TenantStats]
     clients: tuple[ClientStats, ...]
-    layers: tuple[LayersStats, ...] = ()  # grouped by model; the model with most bytes comes first
+    layers: tuple[LayersStats, ...] = ()  # sorted by bytes of the model, largest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +154,7 @@ class ServerStats:
     malformed: int  # received data that is not a message
     unsent: int  # answers to peers that were gone or did not read
     silent_clients: int  # TCP clients that were silent for too long
-    denied: int  # CURVE keys that are not admitted
+    denied: int  # TCP clients that were rejected because of their key
     arena_connections: int
 
 
@@ -164,9 +165,9 @@ class EventStats:
     model: str  # empty: all models
     batches: int
     events: int
-    lost_changes: int  # not reported in time: followers had to start again
-    replays: int  # requested by followers
-    snapshots: int  # replays for batches that were not kept any more
+    lost_changes: int  # changes that were not reported in time, so followers had to start again
+    replays: int  # requests of followers for missed batches
+    snapshots: int  # replays that needed a snapshot, because the batches were not kept any more
     unread_listings: int  # reports of held pages that a disk error cut short
 
 

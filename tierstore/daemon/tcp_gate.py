@@ -1,9 +1,9 @@
-"""Limits the TCP connections that libzmq accepts, by the rule of :mod:`tierstore.wire.listener`.
+"""Limits the TCP connections that libzmq accepts, by the rules of :mod:`tierstore.wire.listener`.
 
-libzmq accepts connections itself, so that pages go from its thread to the network without another copy. Its
+libzmq accepts TCP connections itself, so that its thread sends pages without another copy. The socket's
 monitor reports the accepted connections. The gate ends a connection by shutting down its socket, which looks
-to libzmq as if the client had done so. The number of a descriptor may be reused at any time, so connections
-are identified by their inode as well.
+to libzmq as if the client had closed it. The number of a descriptor may be reused at any time, so a
+connection is identified by its descriptor and its inode.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from tierstore.descriptors import in_reserve
 from tierstore.wire.listener import ListenerPlace, Places, SlowLog, shut_down
 
 _EVENT = struct.Struct("=hi")
-# Not EVENT_ACCEPT_FAILED: without a free descriptor libzmq retries continuously and sends one event each
-# time. They would fill the memory faster than they are read.
+# Without EVENT_ACCEPT_FAILED: if no descriptor is free, libzmq retries continuously with one such event for
+# each attempt. The events would fill the memory faster than they are read.
 _MONITORED = int(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-_BATCH = 256  # events read in one round of the event loop
+_BATCH = 256  # events that are read before the event loop runs other callbacks
 
 
 class TcpConnection(NamedTuple):
@@ -47,12 +47,12 @@ class TcpConnection(NamedTuple):
             with contextlib.suppress(OSError):
                 end = socket.socket(fileno=self.fd)
                 shut_down(end)
-                end.detach()  # libzmq closes it
+                end.detach()  # libzmq closes the descriptor
 
 
 class TcpGate:
-    """The connections of a ZMQ socket on TCP, at most ``most``. Make the gate before the socket is bound.
-    Belongs to the running event loop."""
+    """Limits the TCP connections of a ZMQ socket to ``most``. Must be made before the socket is bound. Uses
+    the running event loop."""
 
     def __init__(self, context: zmq.Context[Any], socket_: zmq.Socket[Any], most: int) -> None:
         self.places = Places(most)
@@ -72,13 +72,13 @@ class TcpGate:
         self._loop.call_soon(self._read)
 
     def place(self, connection: TcpConnection) -> ListenerPlace:
-        """Return a connection's place."""
-        self._read()  # a first message may come before the monitor's event
+        """Return the :class:`ListenerPlace` of a connection."""
+        self._read()  # a connection's first message may arrive before the monitor's event
         known = self._entered.get(connection)
         return known if known is not None else self._enter(connection)
 
     def close(self) -> None:
-        """Stop watching. Must be called before the socket is closed."""
+        """Stop limiting. Must be called before the ZMQ socket is closed."""
         self._loop.remove_reader(self._fd)
         self._monitored.disable_monitor()
         self._monitor.close(0)
@@ -98,7 +98,7 @@ class TcpGate:
                     self._enter(connection)
             else:
                 self._leave(value)
-        self._loop.call_soon(self._read)  # the monitor's descriptor does not signal the rest again
+        self._loop.call_soon(self._read)  # the descriptor is edge-triggered, and more events may wait
 
     def _enter(self, connection: TcpConnection) -> ListenerPlace:
         known = self._entered.get(connection)

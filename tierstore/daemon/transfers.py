@@ -1,5 +1,4 @@
-"""Handlers of requests that move pages between the daemon and its clients: through the arena, or in
-frames."""
+"""Handlers of requests that move pages between the daemon and its clients, through the arena or as frames."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from tierstore.errors import StoreClosedError
 from tierstore.types import Hint, Reuse
 from tierstore.wire import messages as p
 
-_SENDING_BYTES = 2 * p.MAX_FETCH_BYTES  # limit of pages on their way to one TCP client
+_SENDING_BYTES = 2 * p.MAX_FETCH_BYTES  # limit of unsent pages for one TCP client
 
 
 def prefetch(connection: ClientConnection, m: p.Prefetch) -> Reply | Awaitable[Reply]:
@@ -83,8 +82,8 @@ async def fetch(connection: ClientConnection, m: p.Fetch) -> Reply:
 
 
 async def _room_to_send(connection: ClientConnection, nbytes: int, wait_s: float) -> bool:
-    """Wait until the client has read enough of the pages on their way. So the pages for a client that does
-    not read have a limit. Return False after ``wait_s`` seconds."""
+    """Wait until a client has read so much that ``nbytes`` more do not exceed the limit of unsent pages.
+    Return False after ``wait_s`` seconds, or if the client is gone."""
     loop = asyncio.get_running_loop()
     ends = loop.time() + wait_s
     while connection.sending_bytes and connection.sending_bytes + nbytes > _SENDING_BYTES:
@@ -125,7 +124,7 @@ def reserve(connection: ClientConnection, m: p.Reserve) -> Reply | Awaitable[Rep
         chunks = view.shared(range(m.first, min(m.first + m.count, view.whole_chunks)))
         if told.reservation:
             connection.sharing[told.reservation] = view.slice(chunks)[0], len(chunks)
-        elif elsewhere:  # the pages are stored here already, or not at all
+        elif elsewhere:  # nothing was reserved: each page is stored already, or is not stored at all
             missing = set(connection.backend.lookups.missing(view, len(chunks) * view.chunk_tokens).wait())
             held = [chunk for chunk in chunks if chunk not in missing]
             cluster.committed(view.slice(held)[0], len(held))

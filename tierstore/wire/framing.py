@@ -1,10 +1,11 @@
 """Length-prefixed messages over a stream socket, for clients on the daemon's host.
 
-Clients on other hosts use ZMQ. Between two processes of one host, ZMQ would be the most expensive part of a
-lookup: each message passes through an I/O thread on both sides. That makes six hand-overs for a round trip
-instead of two. Here the sending thread writes, and the waiting thread reads.
+Clients on other hosts use ZMQ. Between two processes of one host, ZMQ would be the slowest part of a lookup:
+each message passes through an I/O thread of both processes, so a round trip needs six hand-overs between
+threads. With this module it needs two, because the sending thread writes to the socket itself and the waiting
+thread reads from it.
 
-No method blocks. Data that the socket does not take at once is kept, up to a limit, until
+No method blocks. If the socket's buffer is full, data is queued, up to a limit, until
 :meth:`FramedSocket.flush`.
 """
 
@@ -20,29 +21,29 @@ LENGTH = struct.Struct("<I")
 
 _READ_BYTES = 64 << 10
 _BEGUN_BYTES = 1 << 20  # memory allocated for a message before its bytes have arrived
-_MOST_UNSENT_BYTES = 4 << 20  # plus one message of any size
-_COPIED_BYTES = 32 << 10  # up to this size, sending one joined string is faster than sending two
+_MOST_UNSENT_BYTES = 4 << 20  # if more bytes are queued, no further message is accepted
+_COPIED_BYTES = 32 << 10  # up to this size, copying length and message together is faster than two sends
 
 
-class FramedSocketEnd(Exception):  # not an error: every connection has an end
-    """The peer has closed the connection, or sent something that cannot be a message."""
+class FramedSocketEnd(Exception):  # no name in -Error, because a closed connection is not an error
+    """The peer has closed the connection or has sent data that cannot be a message."""
 
 
 class FramedSocket:
-    """One end of a connection. Not thread-safe. The socket belongs to the caller."""
+    """Sends and receives messages over a connected socket, which the caller must close. Not thread-safe."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
         self._socket = connection
-        self._head = b""  # the beginning of an incomplete length
-        self._begun: bytearray | None = None  # an incomplete message …
-        self._length = self._filled = 0  # … its size, and the size of the received part
+        self._head = b""  # received bytes of an incomplete length
+        self._begun: bytearray | None = None  # buffer of an incomplete message
+        self._length = self._filled = 0  # size of the incomplete message and of its received part
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
 
     @property
     def unsent(self) -> bool:
-        """Whether there is data for :meth:`flush`."""
+        """Whether data is queued for :meth:`flush`."""
         return bool(self._unsent)
 
     def fileno(self) -> int:
@@ -51,7 +52,7 @@ class FramedSocket:
     # -- sending -------------------------------------------------------------------------------------
 
     def send(self, body: bytes) -> bool:
-        """Send a message. Return False if the peer does not read or is gone."""
+        """Send or queue a message. Return False if the peer does not read or is gone."""
         if self._unsent_bytes > _MOST_UNSENT_BYTES:
             return False
         head = LENGTH.pack(len(body))
@@ -61,7 +62,7 @@ class FramedSocket:
         return self.flush()
 
     def flush(self) -> bool:
-        """Send queued data as far as the socket takes it. Return False if the peer is gone."""
+        """Send as much queued data as fits into the socket's buffer. Return False if the peer is gone."""
         unsent = self._unsent
         try:
             while unsent:
@@ -74,13 +75,14 @@ class FramedSocket:
         except BlockingIOError:
             return True
         except OSError:
-            return False  # receiving fails as well and raises
+            return False  # the next ``receive()`` raises FramedSocketEnd
         return True
 
     # -- receiving -----------------------------------------------------------------------------------
 
     def receive(self) -> list[memoryview]:
-        """Return the complete messages. Raise :class:`FramedSocketEnd` at the end of the connection."""
+        """Return the messages that have arrived completely. Raise :class:`FramedSocketEnd` at the end of the
+        connection."""
         try:
             if self._begun is None:
                 return self._cut(self._socket.recv(_READ_BYTES))
@@ -113,7 +115,7 @@ class FramedSocket:
         return messages
 
     def _begin(self, part: memoryview, length: int) -> None:
-        # The length may be wrong: memory is allocated as bytes arrive.
+        # The peer may send a wrong length, so memory is allocated only as bytes arrive.
         self._begun = bytearray(min(length, _BEGUN_BYTES))
         self._begun[: len(part)] = part
         self._length, self._filled = length, len(part)

@@ -1,9 +1,9 @@
-"""Keys for ``tcp://``: the daemon's identity, and the clients that it admits.
+"""CURVE keys for ``tcp://``: of the daemon, and of the clients that it admits.
 
-A key pair is two files: ``NAME.secret`` (the pair) and ``NAME.key`` (the public half). The daemon needs its
-own ``.secret`` and a directory with the ``.key`` of each client that it admits. The file's name is the
-tenant. The daemon, not the client, puts it into every identity, so that tenants cannot see each other's
-pages.
+A key pair is two files: ``NAME.secret`` with both keys and ``NAME.key`` with the public key. The daemon needs
+its own ``.secret`` file and a directory with the ``.key`` file of each admitted client. The name of a
+client's file is its tenant. The daemon adds the tenant to every identity of the client, so that tenants
+cannot see each other's pages.
 """
 
 from __future__ import annotations
@@ -44,10 +44,8 @@ class KeyPair:
 
 
 def generate(directory: Path, name: str) -> tuple[Path, Path]:
-    """Make a key pair and return the files of the pair and of its public half.
-
-    Existing files are never overwritten. Raises :class:`UsageError` if a file exists or cannot be written.
-    """
+    """Make a key pair and return its ``.secret`` file and its ``.key`` file. Raise :class:`UsageError` if a
+    file exists or cannot be written."""
     if not _NAME.fullmatch(name):
         raise UsageError(f"{name!r} cannot be a key's name: use letters, digits, '.', '_' and '-'")
     public, secret = zmq.curve_keypair()
@@ -59,7 +57,7 @@ def generate(directory: Path, name: str) -> tuple[Path, Path]:
 
 
 def read_pair(file: Path) -> KeyPair:
-    """Read a key pair. Raise :class:`UsageError` for a malformed file, and for one that other users can
+    """Read a key pair. Raise :class:`UsageError` for a malformed file and for a file that other users can
     read."""
     keys = _read(file)
     if "secret" not in keys:
@@ -75,8 +73,8 @@ def read_public(file: Path) -> bytes:
 
 
 async def read_tenants(directory: Path) -> dict[bytes, str]:
-    """Return the tenants of the ``.key`` files in a directory, by public key, without blocking the event
-    loop. Raise :class:`UsageError` if the directory or a file is unusable."""
+    """Read the ``.key`` files in a directory, without blocking the event loop. Return the tenant (the file's
+    name) by public key. Raise :class:`UsageError` if the directory or a file is unusable."""
     try:
         names = await aiofiles.os.listdir(directory)
     except OSError as error:
@@ -129,7 +127,7 @@ def _parse(file: Path, text: str) -> dict[str, bytes]:
 
 
 class Doorkeeper:
-    """Answers ZMQ's requests whether a client's key is admitted (ZAP, RFC 27), on the event loop."""
+    """Decides which clients' keys ZMQ admits (ZAP, ZeroMQ's RFC 27). Runs on the event loop."""
 
     def __init__(self, context: zmq.Context[Any], tenants: dict[bytes, str]) -> None:
         self.let_in(tenants)
@@ -141,7 +139,7 @@ class Doorkeeper:
         self._loop.add_reader(self._socket.fd, self._answer)
 
     def let_in(self, tenants: dict[bytes, str]) -> None:
-        """Admit these keys from now on, and no others. Existing connections stay."""
+        """Admit these keys, and no others, from now on. Existing connections do not end."""
         self._tenants = {zmq.utils.z85.decode(public): name for public, name in tenants.items()}
 
     def __contains__(self, tenant: str) -> bool:

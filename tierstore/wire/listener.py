@@ -1,12 +1,13 @@
 """Accepting connections, with limits on their number and on the time without a request.
 
-Every listener of this project follows the same rules, before it checks any key:
+All listeners of this project follow these rules, before they check any key:
 
-- A connection *waits* until its first whole request has arrived, at most ``FIRST_REQUEST_S`` seconds.
-- A new connection always finds a place among the waiting ones. If there is none, the connection that has
-  waited longest is closed. So silent connections cannot block others.
-- At most ``most`` connections are served at the same time. Probes have reserved places.
-- A reserve of file descriptors stays free. Errors of ``accept`` log at most one line per second.
+- A connection *waits* until its first complete request has arrived, at most ``FIRST_REQUEST_S`` seconds.
+- A new connection is always accepted. If too many connections wait, the one that has waited longest is
+closed.
+  So silent connections cannot keep other clients out.
+- At most ``most`` connections are served at the same time. For probes, ``_PROBES`` more are reserved.
+- Some file descriptors are kept free. Errors of ``accept`` log at most one line per second.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ _log = logging.getLogger(__name__)
 
 FIRST_REQUEST_S = 10.0
 _MOST_WAITING = 256
-_PROBES = 16  # places
-_WAITING_SHARE = 16  # 1/16 of the process's descriptors, if those are few
-_BATCH = 4  # accepted per loop round, so that requests are read before newcomers displace them
+_PROBES = 16  # additional connections that serve probes
+_WAITING_SHARE = 16  # at most 1/16 of the process's file descriptors are waiting connections
+_BATCH = 4  # connections accepted at a time, so that requests of earlier connections are read in between
 _BACKLOG = 128
 _PAUSE_S = 0.1  # after an error of accept
 _LOG_S = 1.0
 
 
 class ListenerPlace:
-    """The place of one connection. ``hang_up`` closes the connection. The code that serves it then calls
-    :meth:`leave`."""
+    """The state of one connection in :class:`Places`: waiting or served. ``hang_up`` shuts the connection
+    down. The code that serves the connection notices this and calls :meth:`leave`."""
 
     def __init__(self, places: Places, hang_up: Callable[[], None]) -> None:
         self._places = places
@@ -48,16 +49,17 @@ class ListenerPlace:
 
     @property
     def served(self) -> bool:
-        """Whether a whole request has arrived and has no answer yet."""
+        """Whether a complete request has arrived and has no answer yet."""
         return self in self._places.served or self in self._places.probes
 
     def serve(self, *, probe: bool = False) -> bool:
-        """Record that a whole request has arrived. Return False if the maximum of connections is served: then
-        the caller refuses the request and closes the connection."""
+        """Record that a complete request has arrived. Return False if the maximum of connections is being
+        served. Then the caller must refuse the request and close the connection."""
         return self._places._serve(self, probe)
 
     def wait(self, seconds: float = FIRST_REQUEST_S) -> None:
-        """Record that the connection waits for a request, or for its rest, at most ``seconds``."""
+        """Record that the connection waits for a complete request. After ``seconds``, ``hang_up`` is
+        called."""
         self._places._wait(self, seconds)
 
     def leave(self) -> None:
@@ -66,7 +68,7 @@ class ListenerPlace:
 
 
 class Places:
-    """The places of one listener's connections. Belongs to the running event loop."""
+    """The waiting and served connections of one listener. Uses the running event loop."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -75,7 +77,7 @@ class Places:
         self.waiting: dict[ListenerPlace, None] = {}  # the longest-waiting one first
         self.served: set[ListenerPlace] = set()
         self.probes: set[ListenerPlace] = set()
-        self.hung_up = 0  # number of connections closed without a request
+        self.hung_up = 0  # number of connections that were shut down because they sent no request
         self.refused = 0
 
     def __len__(self) -> int:
@@ -87,7 +89,7 @@ class Places:
         return len(self.served) >= self._most
 
     def enter(self, hang_up: Callable[[], None]) -> ListenerPlace:
-        """Give a new connection a place."""
+        """Add a new connection, which waits for its first request."""
         if len(self.waiting) >= self._most_waiting:
             self.make_room()
         place = ListenerPlace(self, hang_up)
@@ -95,7 +97,7 @@ class Places:
         return place
 
     def make_room(self) -> bool:
-        """Close the connection that has waited longest. Return False if none waits."""
+        """Shut down the connection that has waited longest. Return False if no connection waits."""
         for place in self.waiting:
             self._give_up(place)
             return True
@@ -109,7 +111,7 @@ class Places:
             self.probes.add(place)
         else:
             self.refused += 1
-            place.wait()  # until the client has read the refusal
+            place.wait()  # so that the client can read the refusal
             return False
         return True
 
@@ -133,9 +135,9 @@ class Places:
 
 
 class Listener:
-    """Accepts connections at listening sockets, on the running event loop. ``enter(connection, place)`` takes
-    over a connection and must not block. In the end it closes the connection and calls ``place.leave()``. The
-    listener owns the listening sockets."""
+    """Accepts connections at listening sockets, which it closes at its end. Uses the running event loop. For
+    each connection it calls ``enter(connection, place)``, which must not block. The callee owns the
+    connection, and calls ``place.leave()`` when it closes it."""
 
     def __init__(
         self,
@@ -154,7 +156,7 @@ class Listener:
             self._loop.add_reader(each, self._accept, each)
 
     def close(self) -> None:
-        """Stop accepting. Existing connections stay. Idempotent."""
+        """Stop accepting. Existing connections do not end. Idempotent."""
         for each in self._sockets:
             self._loop.remove_reader(each)
             each.close()
@@ -193,7 +195,8 @@ class Listener:
 
 
 class SlowLog:
-    """A log for frequent warnings. It logs one per second, with the number of those left out before it."""
+    """Logs at most one warning per second, with the number of warnings that it has left out since the
+    last."""
 
     def __init__(self) -> None:
         self._last = -_LOG_S
@@ -211,15 +214,15 @@ class SlowLog:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """End a connection for both sides, so that the code that serves it reads its end."""
-    with contextlib.suppress(OSError):  # it has ended already
+    """Shut a connection down, so that both the peer and the code that serves it notice its end."""
+    with contextlib.suppress(OSError):  # raised if the connection has already ended
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def tcp_sockets(host: str, port: int) -> list[socket.socket]:
-    """Bind to the addresses of ``host`` (``*`` is any), all with the same port; 0 is any free one. Addresses
-    that this machine does not have are skipped if another one works. Raise :class:`UsageError` if none does.
-    """
+    """Return sockets that are bound to all addresses of ``host`` (``*``: any address), with the same port (0:
+    any free port). Skip addresses that this machine does not have. Raise :class:`UsageError` if no address
+    can be bound, or if the port is in use."""
     sockets: list[socket.socket] = []
     name = f"[{host}]" if ":" in host else host
     try:
@@ -260,8 +263,8 @@ def _bound(family: int, kind: int, protocol: int, address: tuple[str | int, ...]
 
 
 def unix_socket(path: Path) -> socket.socket:
-    """Bind a socket at ``path``, which must not exist, with mode 0600. Raise :class:`UsageError` if that
-    fails."""
+    """Return a socket that is bound to ``path``, with mode 0600. Raise :class:`UsageError` if ``path`` exists
+    or cannot be bound."""
     made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     mask = os.umask(0o177)
     try:

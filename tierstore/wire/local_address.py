@@ -1,9 +1,9 @@
-"""Trust in ``ipc://PATH``: check that the daemon there belongs to this user.
+"""Checks that the daemon at an address ``ipc://PATH`` belongs to this user.
 
-Any user can make a directory under /tmp, even the one that another user's daemon would choose. So the default
-address is in a directory that belongs to this user and that no other user can write to. Both ends check that.
-A client also asks the kernel for the owner of the process at the other end (SO_PEERCRED) before it sends
-anything.
+Any user can make a directory under /tmp, even the directory that another user's daemon would use. So client
+and daemon check that the directory of the default address belongs to this user and that no other user can
+write to it. Before it sends anything, a client also asks the kernel which user owns the listening process
+(SO_PEERCRED).
 """
 
 from __future__ import annotations
@@ -30,11 +30,8 @@ def default_directory() -> Path:
 
 
 def require_own_directory(path: Path) -> None:
-    """Check the directory of a socket at the default address. A directory that does not exist yet is
-    accepted, and so is every other address, because the user has chosen its directory.
-
-    Raises :class:`StoreUnavailableError` for a directory that another user owns or can write to.
-    """
+    """Raise :class:`StoreUnavailableError` if ``path`` is in the default directory and another user owns this
+    directory or can write to it. Any other directory was chosen by the user and is not checked."""
     directory = path.parent
     if directory != default_directory():
         return
@@ -58,10 +55,8 @@ def require_own_directory(path: Path) -> None:
 
 
 def require_own_peer(connection: socket.socket, url: str) -> None:
-    """Check that the process which listens at the other end of a unix socket belongs to this user or to root.
-
-    Raises :class:`StoreUnavailableError` if it belongs to another user.
-    """
+    """Raise :class:`StoreUnavailableError` if the process that listens at the other end of a unix socket
+    belongs neither to this user nor to root."""
     pid, uid, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     if uid not in (_ROOT, os.geteuid()):
         raise StoreUnavailableError(
@@ -71,7 +66,7 @@ def require_own_peer(connection: socket.socket, url: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether this name or address reaches only this machine."""
+    """Return whether a host name or address is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -79,11 +74,12 @@ def is_loopback(host: str) -> bool:
 
 
 def foreign_host(served_at: str, host: str) -> str | None:
-    """Return the name in the ``Host`` header of a request if the server at ``served_at`` must not answer it.
+    """Return the name in a request's ``Host`` header if the server at ``served_at`` must not answer the
+    request; None if it may.
 
-    A web page elsewhere can make its own name resolve to 127.0.0.1 (DNS rebinding) and would then read the
-    answers of a server at loopback. So such a server answers only requests that name a loopback address, or
-    none. Return None for a request that may be answered.
+    A web page can make its own host name resolve to 127.0.0.1 (DNS rebinding), and could then read the
+    answers of a server at a loopback address. So such a server answers only requests whose ``Host`` is a
+    loopback address or is missing.
 
     >>> foreign_host("127.0.0.1", "evil.example:8000"), foreign_host("127.0.0.1", "localhost:8000")
     ('evil.example', None)

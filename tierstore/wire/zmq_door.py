@@ -1,9 +1,9 @@
-"""Accepts connections for a listening ZMQ socket, and passes their bytes on.
+"""Accepts connections for a listening ZMQ socket, and forwards their bytes to it.
 
-libzmq aborts the process if its listener at ``ipc://PATH`` finds no free descriptor. It also accepts any
-number of connections, even silent ones. So the socket binds to a private address that only this process may
-open, and :class:`~tierstore.wire.listener.Listener` accepts in its place. Each connection costs two more
-descriptors, and each byte one more copy. So this is for events and operators, not for pages.
+libzmq aborts the process if its listener at ``ipc://PATH`` finds no free file descriptor. It also accepts any
+number of silent connections. So the ZMQ socket is bound to a private address that only this process may
+connect to, and :class:`~tierstore.wire.listener.Listener` accepts the clients' connections. Each connection
+needs two more descriptors, and each byte one more copy. So a door serves events and operators, but no pages.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import zmq
 from tierstore.descriptors import in_reserve
 from tierstore.wire.listener import Listener, ListenerPlace, Places, shut_down
 
-_GREETING_BYTES = 64  # ZMTP 3
-_LONG = 0x02  # flag of a frame whose length has 8 bytes
+_GREETING_BYTES = 64  # of ZMTP 3, ZMQ's protocol
+_LONG = 0x02  # flag of a frame whose length field has 8 bytes
 _LOOK_S = 0.005
-_FRAMES = 2  # the handshake's command, and the first frame behind it
+_FRAMES = 2  # the handshake's command frame and the first frame after it
 
 
 class ZmqDoor:
-    """Passes connections at ``listening`` to ``socket``, at most ``most`` of them. Belongs to the running
+    """Forwards at most ``most`` connections from the sockets ``listening`` to ``socket_``. Uses the running
     event loop. Raises :class:`zmq.ZMQError` if the private address cannot be used."""
 
     def __init__(self, socket_: zmq.Socket[Any], listening: list[socket.socket], most: int) -> None:
@@ -41,15 +41,15 @@ class ZmqDoor:
         self._listener = Listener(listening, self.places, self._enter)
 
     async def finish(self, wait_s: float) -> None:
-        """Stop accepting, and pass on the last bytes of the socket, which has been closed. Takes ``wait_s``
-        seconds at most."""
+        """Stop accepting, and forward the last bytes of the ZMQ socket, which the caller has closed. Wait at
+        most ``wait_s`` seconds."""
         self._listener.close()
         deadline = self._loop.time() + wait_s
         while self._sides and self._loop.time() < deadline:
             await asyncio.sleep(_LOOK_S)
 
     def close(self) -> None:
-        """Stop accepting and close all connections. The loop closes them in its next round."""
+        """Stop accepting and close all connections."""
         self._listener.close()
         for task in self._passing:
             task.cancel()
@@ -86,11 +86,12 @@ class ZmqDoor:
 
 
 class _Side(asyncio.Protocol):
-    """One of the two connections of a pair. The outer one has a place, and is made first."""
+    """One connection of a pair: the outer one to the client, which has a ``place`` and is made first, or the
+    inner one to the ZMQ socket."""
 
     def __init__(self, sides: set[_Side], place: ListenerPlace | None = None) -> None:
         self.other: _Side
-        self._sides = sides  # the open ones
+        self._sides = sides  # all open connections of the door
         self.transport: asyncio.Transport | None = None
         self._place = place
         self._frames = _Frames() if place is not None else None
@@ -103,7 +104,8 @@ class _Side(asyncio.Protocol):
             transport.pause_reading()
 
     def start(self) -> None:
-        """Start reading, now that the other side exists. If this side has ended meanwhile, end the other."""
+        """Start reading, now that the other connection exists. If this one has already ended, end the
+        other."""
         if self.transport is not None:
             self.transport.resume_reading()
         else:
@@ -135,7 +137,7 @@ class _Side(asyncio.Protocol):
         self.other.end()
 
     def end(self) -> None:
-        """Close this side. The outer peer may still read pending data, for some seconds."""
+        """Close this connection. A client may still read pending data for some seconds."""
         if self.transport is None:
             return
         if self._place is not None:
@@ -146,15 +148,15 @@ class _Side(asyncio.Protocol):
 
 
 class _Frames:
-    """Counts the frames after a ZMTP greeting, until a first request is complete."""
+    """Detects the end of a client's first request: counts the frames after the ZMTP greeting."""
 
     def __init__(self) -> None:
         self._skip = _GREETING_BYTES
         self._head = b""
-        self._ended = -1  # the greeting ends first
+        self._ended = -1  # number of complete frames; the greeting counts as one before the first frame
 
     def enough(self, data: bytes) -> bool:
-        """Take more bytes. Return whether the first request is complete."""
+        """Add received bytes. Return whether the first request is complete."""
         while data:
             if self._skip:
                 taken = min(self._skip, len(data))

@@ -64,7 +64,7 @@ def batches_of(pages, monkeypatch):
 
 def test_a_long_prompt_goes_in_batches(store, monkeypatch):
     batches_of(4, monkeypatch)
-    monkeypatch.setattr("tierstore.client.reading._WINDOW_PAGES", 3)
+    monkeypatch.setattr("tierstore.client.reading._BATCH_PAGES", 3)
     monkeypatch.setattr("tierstore.store.load._COPY_BYTES", 2 * SPEC.page_bytes)
     tokens = list(range(16 * 30 + 5))
     transfer = store.save(tokens, pages_of(tokens))
