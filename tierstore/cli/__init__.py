@@ -1,9 +1,9 @@
-"""``tierstore``: the store from the command line.
+"""The command ``tierstore``.
 
-Exit codes: 0 for success, 1 for a failed run (or a check that found something), 2 for bad usage. An error is
-one line on stderr that says what was wrong and what to do. ``--json`` writes one document to stdout. Its
-field names contain the units. Each command has its own file and imports its dependencies when it runs, so
-that ``--help`` is quick.
+Exit codes: 0 for success, 1 for a failed run or a check that found an error, 2 for bad usage. An error is one
+line on stderr that says what was wrong and what to do. ``--json`` writes one document to stdout, whose field
+names contain the units. Each subcommand has its own file and imports its dependencies when it runs, so that
+``--help`` is quick.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ app = make_app()
 
 
 def main() -> None:
-    """Run the command line and end the process."""
+    """Run the command and end the process."""
     with one_line_errors("tierstore"):
         app()
 

@@ -1,4 +1,4 @@
-"""``tierstore disk-key``: make the master key of an encrypted disk tier, and replace it."""
+"""``tierstore disk-key``: make and replace the master key of an encrypted disk tier."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tierstore doctor``: check whether this machine suits a store, and what to change."""
+"""``tierstore doctor``: check whether this machine is fit for a store, and say what to change."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def command(
         show.write_json({"failed": failed, "checks": [_to_json(check) for check in found], **proposed})
     else:
         _print(found)
-        for name, config in proposed.items():  # a line of its own, to be copied
+        for name, config in proposed.items():  # on a line of its own, so that it can be copied
             show.line("")
             show.line(f"{_COMMANDS[name]} '{dumps(config)}'")
     raise typer.Exit(1 if failed else 0)

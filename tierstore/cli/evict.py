@@ -13,8 +13,8 @@ from tierstore.command_line import with_options
 from tierstore.errors import UsageError
 
 _TIERS = ("host", "disk")
-_MOST_PAGES = 1 << 40  # no tier has more
-_PATIENCE_S = 600.0  # the daemon first reads through a large disk tier that has just been opened
+_MOST_PAGES = 1 << 40  # more than any tier has
+_PATIENCE_S = 600.0  # shortly after its start, the daemon first reads the whole index of its disk
 
 
 @with_options

@@ -89,8 +89,8 @@ def command(
 
 
 def to_json(receipt: ForgetReceipt, signer: Signer) -> dict[str, object]:
-    """Return the document of ``--json``. The signature is Ed25519 over the SHA-256 of ``receipt`` as JSON
-    with sorted keys and without spaces; empty without a key."""
+    """Return the document of ``--json``. Its ``signature`` is an Ed25519 signature of the SHA-256 of
+    ``receipt`` as JSON with sorted keys and without spaces; empty if the signer has no key."""
     document = asdict(receipt)
     digest = receipt_digest(document)
     signature = signer.sign(digest).hex() if signer.key is not None else ""
@@ -98,7 +98,7 @@ def to_json(receipt: ForgetReceipt, signer: Signer) -> dict[str, object]:
 
 
 def receipt_digest(document: dict[str, object]) -> bytes:
-    """Return the SHA-256 that a receipt's signature covers."""
+    """Return the SHA-256 of a receipt, which is signed."""
     from hashlib import sha256
 
     return sha256(msgspec.json.encode(dict(sorted(document.items())))).digest()

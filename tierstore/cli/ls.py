@@ -121,8 +121,8 @@ def _print(listing: Listing) -> None:
 
 
 def _by_model(holdings: Sequence[Holding]) -> list[list[Holding]]:
-    """Group holdings that differ only in their layers: they are of one model. The largest holding comes
-    first."""
+    """Group the holdings by model: those of one model differ only in their layers. In each group, the largest
+    holding is first."""
     models: dict[Identity, list[Holding]] = {}
     for holding in holdings:
         models.setdefault(replace(holding.identity, layout=""), []).append(holding)
@@ -130,7 +130,8 @@ def _by_model(holdings: Sequence[Holding]) -> list[list[Holding]]:
 
 
 def _share(holding: Holding, group: Sequence[Holding]) -> str:
-    """Return the share of the model's chunks that a layer group with named pages is kept of."""
+    """Return for how many of the model's stored chunks a layer group with named pages has a page, in
+    percent."""
     return percent(holding.pages, group[0].pages) if is_hashed(holding.identity.layout) else "–"
 
 
@@ -142,7 +143,7 @@ def _row(holding: Holding) -> tuple[str, ...]:
         identity.tenant or "–",
         identity.digest.hex()[:8],
         f"{holding.pages:,}",
-        "–" if is_hashed(identity.layout) else f"{holding.prompts:,}",  # named pages belong to no chain
+        "–" if is_hashed(identity.layout) else f"{holding.prompts:,}",  # named pages form no chains
         f"{holding.tokens:,}",
         format_size(holding.bytes),
         f"{holding.hits:,}",

@@ -1,4 +1,4 @@
-"""An operator's connection to a daemon, for ``stats``, ``top``, ``evict`` and ``pin``."""
+"""The connection of commands such as ``tierstore stats`` and ``tierstore pin`` to a daemon."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import msgspec
 import typer
 import zmq
 
-from tierstore.client.transport import SocketTransport, Transport, ZmqTransport
+from tierstore.client.transport import SocketTransport, Transport
 from tierstore.daemon.settings import default_listen
 from tierstore.descriptors import require_room
 from tierstore.errors import StoreUnavailableError, UsageError
@@ -26,10 +26,9 @@ from tierstore.wire.local_address import require_own_directory, require_own_peer
 from tierstore.wire.messages import ARENA_HEADER, ARENA_MAGIC, Answer, Message
 
 if TYPE_CHECKING:
-    from tierstore.client.handshake import Address
     from tierstore.daemon.stats import DaemonStats
 
-_DESCRIPTORS = 16  # libzmq opens this many
+_DESCRIPTORS = 16  # file descriptors that libzmq opens
 _GREETING_S = 2.0
 _ANSWER_S = 5.0
 
@@ -46,7 +45,7 @@ Connect = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectOptions:
-    """A daemon, and the keys for one at tcp://."""
+    """The address of a daemon, and the keys for a tcp:// address."""
 
     connect: Connect = None
     keys: Annotated[
@@ -68,14 +67,14 @@ A = TypeVar("A", bound=Message)
 
 
 class Operator:
-    """A connection to a daemon that holds no pages. It attaches to the arena's socket, but does not map the
-    arena. For one thread.
+    """A connection to a daemon for requests about the whole store. It uses the arena's socket without mapping
+    the arena. Only one thread may use it.
 
     The constructor and every request raise :class:`StoreUnavailableError` if the daemon cannot be reached.
     """
 
     def __init__(self, url: str | None, keys: Path | None = None, server_key: Path | None = None) -> None:
-        from tierstore.client.handshake import Address, CurveKeys
+        from tierstore.client.handshake import Address, CurveKeys, connect_zmq
 
         self.url = url or default_listen()
         address = Address.parse(self.url, CurveKeys.read(keys, server_key))
@@ -91,7 +90,11 @@ class Operator:
         else:
             require_room(_DESCRIPTORS, "a connection by ZMQ")  # libzmq would abort the process
             self._context = zmq.Context()
-            self._wire = ZmqTransport(self._connect(self._context, address))
+            try:
+                self._wire = connect_zmq(self._context, address)
+            except zmq.ZMQError as error:
+                self._context.term()
+                raise UsageError(f"cannot connect to {self.url}: {error.strerror}") from error
         try:
             hello = messages.Hello(0, token, f"tierstore operator, pid {os.getpid()}")
             welcome = self.ask(hello, messages.Welcome, wait_s=_GREETING_S)
@@ -123,7 +126,7 @@ class Operator:
 
     def ask(self, message: Any, expected: type[A], *, wait_s: float = _ANSWER_S) -> A:
         """Send a request and return its answer. Raise :class:`UsageError` if the daemon refuses the request
-        as wrong usage."""
+        as wrong."""
         message.id = next(self._ids)
         self._wire.send(messages.encode(message))
         ends = time.monotonic() + wait_s
@@ -163,7 +166,8 @@ class Operator:
         self.close()
 
     def _attach(self, path: str) -> tuple[socket.socket | None, bytes]:
-        """Return the arena's connection and its token, or None and b"" if the daemon has none to spare."""
+        """Return the connection to the arena's socket and its token. Return None and b"" if the daemon has
+        its maximum of such connections."""
         require_own_directory(Path(path))
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_GREETING_S)
@@ -182,7 +186,7 @@ class Operator:
             raise
         for fd in fds:
             os.close(fd)
-        if not header:  # the daemon has its maximum of arena clients; an operator needs no arena
+        if not header:  # the daemon has its maximum of connections here: connect by ZMQ instead
             connection.close()
             return None, b""
         if len(header) != ARENA_HEADER.size or ARENA_HEADER.unpack(header)[0] != ARENA_MAGIC:
@@ -190,27 +194,8 @@ class Operator:
             raise StoreUnavailableError(f"the process at {self.url} is no daemon of this version")
         return connection, ARENA_HEADER.unpack(header)[2]
 
-    def _connect(self, context: zmq.Context[Any], address: Address) -> zmq.Socket[bytes]:
-        """Return a socket that connects to another host's daemon."""
-        connecting: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        connecting.linger = 0
-        connecting.maxmsgsize = messages.MAX_MESSAGE_BYTES
-        connecting.ipv6 = "[" in address.url
-        curve = address.curve
-        if curve is not None:
-            connecting.curve_publickey = curve.client.public
-            connecting.curve_secretkey = curve.client.secret
-            connecting.curve_serverkey = curve.server
-        try:
-            connecting.connect(address.url)
-        except zmq.ZMQError as error:
-            connecting.close()
-            context.term()
-            raise UsageError(f"cannot connect to {self.url}: {error.strerror}") from error
-        return connecting
-
     def _wait(self, seconds: float) -> bool:
-        """Wait until the socket can receive or send, at most ``seconds``. Return whether it can."""
+        """Wait until a message can be received or queued data can be sent. Return False after ``seconds``."""
         poll = select.poll()
         poll.register(self._wire.fd, select.POLLIN | (select.POLLOUT if self._wire.flush() else 0))
         return bool(poll.poll(1000 * seconds))

@@ -1,4 +1,4 @@
-"""``tierstore pack``: export pages to a file, and verify and import it on another machine."""
+"""``tierstore pack``: export pages to a file, and verify and import the file on another machine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from tierstore.spec import KVSpec
 
 HashName = Literal["sha256", "blake3"]
-_HOST_BYTES = 256 * MIB  # host tier of a directory that is opened here
+_HOST_BYTES = 256 * MIB  # size of the host tier with which a directory is opened
 
 app = typer.Typer(help="Carry pages to another machine in a verified file.", no_args_is_help=True)
 
@@ -63,7 +63,7 @@ Json = Annotated[bool, typer.Option("--json", help="Write one JSON document")]
 
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions(ConnectOptions):
-    """The store on the other side: a daemon's, or a directory."""
+    """The store whose pages are exported or imported: a daemon's store, or a directory."""
 
     store: Annotated[
         Path | None,
@@ -97,7 +97,7 @@ class StoreOptions(ConnectOptions):
 
     @contextmanager
     def opened(self, identity: Identity) -> Iterator[Store]:
-        """Open a store for pages of ``identity``, without a page pool."""
+        """Open the store for pages of ``identity``, without an HBM pool."""
         from tierstore.spec import KVSpec
 
         if self.store is None:
@@ -108,7 +108,7 @@ class StoreOptions(ConnectOptions):
             yield store
 
     def _opened(self, directory: Path, spec: KVSpec, identity: Identity) -> Store:
-        """Open a directory that no process uses, with its present capacity."""
+        """Open a directory that no process uses, without changing its capacity."""
         import tierstore
         from tierstore.tiers.disk.listing import list_store
 
@@ -241,7 +241,7 @@ def import_(
     known = [] if where.store is not None and not where.store.exists() else where.known()
 
     async def run() -> list[Imported]:
-        """Import the pack and those of further layer groups behind it."""
+        """Import the pack, and the packs of further layer groups that follow it in the same file."""
         done = []
         async with open_pack(_input(pack), trust, secret) as reader:
             manifest = reader.manifest

@@ -1,4 +1,5 @@
-"""``tierstore pin`` and ``tierstore unpin``: keep a prompt's pages, or stop keeping them."""
+"""``tierstore pin`` and ``tierstore unpin``: protect a prompt's pages from eviction, or end the
+protection."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from tierstore.cli.prompts import (
 from tierstore.command_line import with_options
 from tierstore.errors import UsageError
 
-_PATIENCE_S = 30.0  # the daemon may look on disk for 10 s
+_PATIENCE_S = 30.0  # the daemon may search the disk for 10 s
 
 
 @with_options

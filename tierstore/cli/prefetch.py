@@ -1,5 +1,5 @@
 """``tierstore prefetch``: load a prompt's pages from disk into the host tier before a request needs them, or
-fill the tiers of a new host from an object store."""
+fill the tiers of a new host with pages of an object store."""
 
 from __future__ import annotations
 
@@ -132,12 +132,12 @@ def _warm_up(
     from tierstore.daemon.settings import default_listen
     from tierstore.tiers.disk.keyring import read_master_key, sharing_key
 
-    # Checked before a daemon is asked.
+    # Wrong options are reported before the daemon is connected.
     S3Address.parse(url)
     ClusterOptions(url, secret=secret, sealed=bool(disk_key), keys_url=keys_url)
     key = read_secret(secret)
     sharing = sharing_key(read_master_key(disk_key)) if disk_key else b""
-    where.operator().close()  # raises if no daemon answers, before the bucket is read
+    where.operator().close()  # raises an error if no daemon answers, before the bucket is read
     bundles = BundleStore(SharedStoreOptions(url, keys_url=keys_url, sharing_key=sharing), watch=False)
     stores = DaemonStores(where.connect or default_listen(), where.keys, where.server_key)
     with Console(file=sys.stderr).status("reading the bucket") as status:

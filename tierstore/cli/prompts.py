@@ -6,7 +6,7 @@ import itertools
 import json
 import re
 import sys
-import tokenize  # NumPy parses the header of .npy as Python
+import tokenize  # for TokenError: NumPy parses the header of a .npy file as Python
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -40,7 +40,7 @@ SomeTokens = Annotated[Path | None, _TOKENS]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """The model of the pages. It may be left out if pages of only one model are known."""
+    """The options that choose a model. They may be left out if the store has pages of only one model."""
 
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Model of the pages", show_default=False)
@@ -56,20 +56,20 @@ class ModelChoice:
     ] = None
 
     def of(self, known: list[Identity]) -> tuple[Identity, ...]:
-        """Return the identities of the layer groups of the only model that matches, as far as their pages are
-        known. Raise :class:`UsageError` if none or several match."""
+        """Return those of the ``known`` identities that belong to the chosen model, one for each layer group.
+        Raise :class:`UsageError` if no model or several models match."""
         return _chosen(_models(known), self.model, self.identity)
 
 
-_MOST_GROUPS = 4  # the order of more groups is not searched: 4 take 24 lookups
+_MOST_GROUPS = 4  # 4 groups have 24 possible orders, and each order takes a lookup
 _LOOK_S = 10.0
 _CONNECT_S = 5.0
-_MOST_LISTED = 8  # identities in a message, each name cut after:
-_MOST_CHARS = 60
+_MOST_LISTED = 8  # identities in an error message
+_MOST_CHARS = 60  # length of a name in an error message
 
 
 def read_tokens(file: Path) -> npt.NDArray[np.uint32]:
-    """Return the token ids in a file. Raise :class:`UsageError` if the file has anything else."""
+    """Return the token ids in a file. Raise :class:`UsageError` if the file contains no token ids."""
     import numpy as np
 
     try:
@@ -100,12 +100,14 @@ def _numbers(text: str) -> list[int]:
 
 
 def choose_identity(known: list[Identity], model: str | None, digest: str | None) -> Identity:
-    """Return the only identity that matches. Raise :class:`UsageError` if none or several match."""
+    """Return the identity with this model and with a digest that begins with ``digest`` (None: any). Raise
+    :class:`UsageError` if no identity or several identities match."""
     return _chosen([(identity,) for identity in known], model, digest)[0]
 
 
 def _models(known: Sequence[Identity]) -> list[tuple[Identity, ...]]:
-    """Return the layer groups of each model. They have the same chunks and dtypes, and different layers."""
+    """Group the identities by model. The layer groups of a model have the same chunk size and dtypes, and no
+    layer in common."""
     from tierstore.spec import KVSpec
 
     alike: dict[object, list[tuple[Identity, set[int]]]] = {}
@@ -113,11 +115,11 @@ def _models(known: Sequence[Identity]) -> list[tuple[Identity, ...]]:
     for identity in known:
         try:
             spec = KVSpec.parse(identity.layout)
-        except SpecError:  # opaque, or from another version
+        except SpecError:  # the layout is opaque or from another version
             alone.append((identity,))
             continue
         if spec.of_inputs:
-            continue  # found by the content of an input, so no prompt has it
+            continue  # named after the content of an input such as an image, so no prompt finds its pages
         pages = spec.dtype, spec.value_dtype, spec.scaled, spec.chunk_tokens
         layers = {layer for group in spec.groups for layer in group.layers}
         alike.setdefault((replace(identity, layout=""), pages), []).append((identity, layers))
@@ -174,9 +176,10 @@ def open_model(
     prompts: Sequence[npt.NDArray[np.uint32]],
     open_store: Callable[[Identity], AbstractContextManager[Store]],
 ) -> Iterator[tuple[Store, list[Prompt]]]:
-    """Open a store for all layer groups of a model, and make its prompts. The names of pages depend on the
-    order of the groups, which only the engine knows. So every order is tried until one finds pages. Raise
-    :class:`UsageError` for pages whose keys only their engine can make."""
+    """Open a store for all layer groups of a model. Yield it with the prompts. The names of pages depend on
+    the order of the groups, which only the engine knows. So every order is tried, and the one that finds most
+    pages of the first prompt is used. Raise :class:`UsageError` for pages whose keys only their engine can
+    make."""
     from tierstore.keys import Prompt
     from tierstore.spec import KVSpec, is_hashed, is_opaque
 
@@ -216,7 +219,7 @@ def open_model(
 
 @contextmanager
 def connected_store(identity: Identity, where: ConnectOptions) -> Iterator[Store]:
-    """Open a store of a daemon for pages of ``identity``, without a page pool. Raise
+    """Open a store that is backed by a daemon, for pages of ``identity``, without an HBM pool. Raise
     :class:`StoreUnavailableError` if no daemon answers."""
     import tierstore
     from tierstore.daemon.settings import default_listen
@@ -238,8 +241,8 @@ def connected_store(identity: Identity, where: ConnectOptions) -> Iterator[Store
 
 
 def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Identity) -> PromptPart:
-    """Register the prompt's identity and return the prompt as messages name it. Raise :class:`UsageError` for
-    pages whose keys only their engine can make."""
+    """Register the prompt's identity, and return the part of a message that describes the prompt. Raise
+    :class:`UsageError` for pages whose keys only their engine can make."""
     from tierstore.keys import Prompt
     from tierstore.spec import KVSpec, is_opaque
     from tierstore.wire import messages
@@ -260,7 +263,7 @@ def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Ident
 
 
 def known_identities(operator: Operator) -> list[Identity]:
-    """Return the identities that the daemon may have pages of."""
+    """Return all identities that the daemon knows. It may have no pages of some of them."""
     from tierstore.keys import Identity
     from tierstore.wire import messages
 

@@ -1,4 +1,4 @@
-"""``tierstore run`` starts an engine with the variable ``TIERSTORE``."""
+"""``tierstore run``: start an engine with the environment variable ``TIERSTORE``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from tierstore.errors import TierStoreError, UsageError
 
-# The options behind the engine's program are the engine's.
+# Options that follow the engine's program are passed to the engine.
 ARGUMENTS_OF_THE_COMMAND = {"allow_interspersed_args": False}
 
 

@@ -16,7 +16,8 @@ _DEFAULTS = Settings()
 
 
 def _default(name: str) -> str:
-    """Return the default as a user would write it; empty if there is none or another setting decides it."""
+    """Return a setting's default as a user would write it; empty if it has none, or if it depends on another
+    setting."""
     match getattr(_DEFAULTS, name):
         case str(text):
             return text
@@ -32,7 +33,7 @@ def _default(name: str) -> str:
 
 
 def _option(name: str) -> inspect.Parameter:
-    """Return the command line's option for a setting. None if it is not given."""
+    """Return the command-line option for a setting. Its value is None if the user does not give it."""
     help, default, metavar = SETTINGS[name]["help"], _default(name), SETTINGS[name]["metavar"]
     text = f"{help} [default: {default}]" if default else help
     kind = list[str] | None if name == "listen" else str | None

@@ -1,6 +1,6 @@
-"""Output of results: tables and lines for people, one JSON document for machines, progress on a terminal.
+"""Output of commands: tables and lines of text, one JSON document with ``--json``, progress on a terminal.
 
-This module escapes the text of tables and lines, because it may contain names chosen by other users.
+Text is escaped, because it may contain control characters in names that other users have chosen.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def line(words: str) -> None:
 
 
 def text(value: str, style: str = "") -> Text:
-    """Return the text with a style. Brackets in it are no markup."""
+    """Return styled text. Brackets in ``value`` are not interpreted as rich's markup."""
     from rich.text import Text
 
     return Text(printable(value), style)
@@ -46,12 +46,12 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 
 
 
 def percent(part: float, whole: float) -> str:
-    """Format a share as a percentage; "–" if ``whole`` is 0."""
+    """Format ``part`` of ``whole`` as a percentage; "–" if ``whole`` is 0."""
     return f"{100 * part / whole:.1f} %" if whole else "–"
 
 
 def age(at_s: float | None) -> str:
-    """Format the time since a wall-clock time in its largest unit."""
+    """Format the age of something that happened at ``at_s`` (seconds since 1970), such as "3 h"."""
     if not at_s:
         return "–"
     seconds = max(time.time() - at_s, 0)
@@ -62,7 +62,7 @@ def age(at_s: float | None) -> str:
 
 
 class ProgressMeter:
-    """A progress bar for pages on stderr. Thread-safe. It shows nothing off a terminal."""
+    """A progress bar for pages on stderr. Thread-safe. Shows nothing if stderr is not a terminal."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self._progress = progress
@@ -71,11 +71,11 @@ class ProgressMeter:
         self._pages = 0
 
     def phase(self, text: str) -> None:
-        """Show what is being done now."""
+        """Show the name of the current phase."""
         self._progress.update(self._task, description=text)
 
     def expect(self, pages: int, nbytes: int) -> None:
-        """Set the total."""
+        """Set the total of pages and bytes."""
         self._progress.update(self._task, total=nbytes, all_pages=f"{pages:,}")
 
     def advance(self, pages: int, nbytes: int) -> None:
@@ -111,14 +111,14 @@ def meter(text: str) -> Iterator[ProgressMeter]:
         console=console,
         transient=True,
     )
-    # Off a terminal it is not started: rich 13 prints an empty line even for a disabled one.
+    # Without a terminal the bar is not started, because rich 13 prints an empty line even for a disabled bar.
     with progress if console.is_terminal else nullcontext():
         yield ProgressMeter(progress, progress.add_task(text, total=None, pages="0", all_pages="?"))
 
 
 @contextmanager
 def waiting(text: str) -> Iterator[None]:
-    """Show a spinner on stderr while the block runs; nothing off a terminal."""
+    """Show a spinner on stderr while the block runs, if stderr is a terminal."""
     console = _console()
     if not console.is_terminal:
         yield

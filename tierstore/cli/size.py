@@ -94,13 +94,14 @@ def command(
 def _cross_sizes(
     sizes: Sequence[sizing.GroupSize], rows: int | None
 ) -> list[tuple[str, sizing.EmbeddingSize]]:
-    """Return the sizes of KV that cross attention has of an input of this many rows."""
+    """Return a label and a size for each group of cross-attention layers. The size is that of the KV of an
+    input, such as an image, of ``rows`` rows."""
     crosses = [each for each in sizes if each.row_bytes]
     return [(each.group.label, sizing.EmbeddingSize(int(each.row_bytes), rows)) for each in crosses]
 
 
 def _groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int]) -> list[dict[str, Any]]:
-    """Return the layer groups for JSON."""
+    """Return the layer groups for ``--json``."""
     return [
         {
             "kind": each.group.kind.value,
@@ -135,8 +136,7 @@ def _show_groups(sizes: Sequence[sizing.GroupSize], needed: Sequence[int], token
 
 
 def _weights_bytes(model: Path) -> int:
-    """Return the size of the weights in a folder or a GGUF file, 0 without any. Quantised weights take what
-    their files take."""
+    """Return the size of the weight files in a folder, or of a GGUF file; 0 if there are none."""
     if model.suffix == _GGUF and model.is_file():
         return model.stat().st_size
     return sum(file.stat().st_size for file in model.glob("*.safetensors")) if model.is_dir() else 0

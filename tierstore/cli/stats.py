@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _MOST_SLOWEST = 4
 MISSED_COLUMNS = ("missed tokens by reason, last hour", "tokens", "of missed")
 NOTHING_MISSED = "no tokens were missed in the last hour"
-_FEW_SAMPLED = 500  # with fewer sampled pages, the estimate is rough
+_FEW_SAMPLED = 500  # with fewer sampled pages, the estimated hit rates are rough
 
 
 @with_options
@@ -59,11 +59,11 @@ def _write_curve(stats: DaemonStats, *, json: bool) -> None:
         _print_curve(stats.store.curve)
 
 
-# -- for people ----------------------------------------------------------------------------------------
+# -- text output ---------------------------------------------------------------------------------------
 
 
 def quantile(latency: LatencyStats, share: float) -> str:
-    """Return the bound below which ``share`` of the requests took; "–" if there were none."""
+    """Return a time that ``share`` of the requests did not exceed, such as "≤ 1 ms"; "–" without requests."""
     from tierstore.daemon.stats import BOUNDS_S
 
     bound = latency.quantile(share)
@@ -73,7 +73,7 @@ def quantile(latency: LatencyStats, share: float) -> str:
 
 
 def slowest(service: ServiceStats) -> str:
-    """Return the slowest recent requests as one line."""
+    """Return a line with the slowest recent requests."""
     some = itertools.islice(service.slowest_s.items(), _MOST_SLOWEST)
     told = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in some)
     return f"slowest in the last minute: {told or '–'}"
@@ -84,7 +84,7 @@ def health(stats: DaemonStats) -> str:
 
 
 def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
-    """Yield the name and value of each counter that is not zero and has no table of its own."""
+    """Yield the name and value of each counter that is not zero and is not shown in another table."""
     store, service, server = stats.store, stats.service, stats.server
     groups: dict[str, Mapping[str, Any]] = {
         "": {name: value for name, value in store.counters.items() if name != "hit_tokens"},
@@ -113,7 +113,7 @@ def counted(stats: DaemonStats) -> Iterator[tuple[str, str]]:
 
 
 def _print_tenant(operator: Operator, view: Mapping[str, Any]) -> None:
-    """Print the part of the statistics that a tenant may see."""
+    """Print the statistics that a client with a tenant gets."""
     show.line(f"tierstore {view['version']} at {operator.url}")
     show.table(
         ("tenant", "asked tokens", "hit tokens", "of asked", "host", "quota", "pinned"),
@@ -189,7 +189,8 @@ def _print_tiers(store: StoreStats) -> None:
 
 
 def _print_clients(operator: Operator, stats: DaemonStats) -> None:
-    """Print what clients hold, and the tables of models, pins and clients that have a row."""
+    """Print the leases and reservations of clients, and those tables of models, pins and clients that are not
+    empty."""
     store, service = stats.store, stats.service
     show.line(
         f"clients {service.connections - 1:,}, leases {service.leases:,}, "
@@ -226,7 +227,7 @@ def _print_clients(operator: Operator, stats: DaemonStats) -> None:
 
 
 def _print_curve(curve: CurveStats) -> None:
-    """Print the hit rates that larger tiers would have, estimated by the store."""
+    """Print the store's estimates of the hit rates that other capacities would have."""
     if not curve.asked_tokens:
         show.line("no estimate yet: there were no lookups")
         return

@@ -1,7 +1,4 @@
-"""``tierstore top``: watch a daemon.
-
-Rates are differences of counters between two snapshots.
-"""
+"""``tierstore top``: watch a daemon. Rates are differences of counters between two snapshots."""
 
 from __future__ import annotations
 
@@ -78,8 +75,8 @@ def _live(watch: _TopView, first: Group) -> None:
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """Yield a function that waits for q, at most the given seconds. The terminal is in character mode
-    meanwhile."""
+    """Put the terminal into character mode while the block runs. Yield a function that waits the given
+    seconds and returns True as soon as the user types q."""
     import select
     import termios
     import tty
@@ -117,7 +114,7 @@ class _TopView:
         self._before: _Snapshot | None = None
 
     def look(self) -> Group:
-        """Return a new view. Raise :class:`StoreUnavailableError` while there is no daemon."""
+        """Return a new screen. Raise :class:`StoreUnavailableError` if no daemon answers."""
         if self._operator is None:
             self._operator = self._where.operator()
         now = _Snapshot(time.monotonic(), self._operator.stats())
@@ -129,11 +126,11 @@ class _TopView:
     def close(self) -> None:
         if self._operator is not None:
             self._operator.close()
-        self._operator = self._before = None  # the next daemon counts from zero
+        self._operator = self._before = None  # a restarted daemon counts from zero
 
 
 def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, seconds: float) -> Group:
-    """Return one screen. Without ``before``, rates are averages since the start."""
+    """Return one screen. Without ``before``, rates are averages since the daemon's start."""
     from rich.console import Group
 
     rates = _Rates(now, before, seconds if before else max(now.uptime_s, 1e-9))
@@ -225,7 +222,7 @@ def _requests(now: DaemonStats, rates: _Rates) -> Text:
 
 
 def _missed(now: DaemonStats) -> Iterator[Text]:
-    """Yield a table of the reasons for most missed tokens."""
+    """Yield a table of the most frequent reasons for missed tokens."""
     rows = now.store.missed_rows
     if not rows:
         yield show.text(NOTHING_MISSED)
@@ -236,7 +233,7 @@ def _missed(now: DaemonStats) -> Iterator[Text]:
 
 
 def _clients(operator: Operator, now: DaemonStats) -> Iterator[Any]:
-    """Yield a table of the clients that hold most."""
+    """Yield a table of the clients with the most reserved and unsent bytes."""
     clients = [client for client in now.service.clients if client.number != operator.connection]
     if not clients:
         return

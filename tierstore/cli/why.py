@@ -1,4 +1,4 @@
-"""``tierstore why``: say why tokens of a prompt, or of the last requests, are not served."""
+"""``tierstore why``: say why the store does not serve some tokens of a prompt or of the last requests."""
 
 from __future__ import annotations
 
@@ -136,12 +136,12 @@ def _print(explanation: Explanation, tokens: Sequence[int]) -> None:
 
 
 def _details(miss: Miss) -> str:
-    """Return what a miss's sentence says in addition to its reason."""
+    """Return the sentence of a miss without the reason that it begins with."""
     return miss.sentence().removeprefix(miss.reason.label).strip()
 
 
 def _print_divergence(miss: Miss, at: int, tokens: Sequence[int]) -> None:
-    """Show how a prompt and the held one continue, one below the other."""
+    """Show the tokens of a prompt and of the stored prompt from the token where they diverge."""
     own, held = tokens[at : at + _MOST_SHOWN], miss.held_tokens[:_MOST_SHOWN]
     places = range(at, at + max(len(own), len(held)))
     show.line("")

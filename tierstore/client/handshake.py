@@ -78,6 +78,27 @@ class Address:
         raise UsageError(f"{url} is no address of a daemon: write ipc://PATH or tcp://HOST:PORT")
 
 
+def connect_zmq(context: zmq.Context[Any], address: Address) -> ZmqTransport:
+    """Return a transport to the daemon at ``address`` over ZMQ. Raise :class:`zmq.ZMQError` if the address
+    cannot be used."""
+    socket = context.socket(zmq.DEALER)
+    socket.linger = 0
+    socket.reconnect_ivl = _SECOND_TRY_MS
+    socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
+    if address.curve is not None:
+        socket.curve_publickey = address.curve.client.public
+        socket.curve_secretkey = address.curve.client.secret
+        socket.curve_serverkey = address.curve.server
+    socket.ipv6 = "[" in address.url
+    wire = ZmqTransport(socket)
+    try:
+        socket.connect(address.url)
+    except zmq.ZMQError:
+        wire.close()
+        raise
+    return wire
+
+
 def registering(registration: Registration) -> messages.Register:
     """Return the message that registers an identity with a daemon."""
     fields = asdict(registration.identity)
@@ -134,7 +155,11 @@ class Handshake:
             arena = self._attach(self._address.arena)
             if arena is None:
                 return None
-        wire = self._connect() if arena is None else SocketTransport(arena.line)
+        if arena is not None:
+            wire: Transport = SocketTransport(arena.line)
+        else:
+            assert self._context is not None, "a context for tcp://"
+            wire = connect_zmq(self._context, self._address)
         link = None
         try:
             link = self._greet(wire, arena, registrations)
@@ -160,26 +185,6 @@ class Handshake:
             return waiting.receive()
         except StoreUnavailableError:
             return None
-
-    def _connect(self) -> Transport:
-        assert self._context is not None, "a context for tcp://"
-        socket = self._context.socket(zmq.DEALER)
-        socket.linger = 0
-        socket.reconnect_ivl = _SECOND_TRY_MS
-        socket.maxmsgsize = messages.MAX_MESSAGE_BYTES
-        curve = self._address.curve
-        if curve is not None:
-            socket.curve_publickey = curve.client.public
-            socket.curve_secretkey = curve.client.secret
-            socket.curve_serverkey = curve.server
-        socket.ipv6 = "[" in self._address.url
-        wire = ZmqTransport(socket)
-        try:
-            socket.connect(self._address.url)
-        except zmq.ZMQError:
-            wire.close()
-            raise
-        return wire
 
     def _greet(
         self,

@@ -1,8 +1,9 @@
-"""One sample per second, shared by all viewers.
+"""The feed of a dashboard: one sample per second, shared by all viewers.
 
-The server's state is read at most once a second for any number of viewers, and each event is encoded once. A
-slow viewer misses events, and one that does not read for some seconds is disconnected, so no events queue up.
-Without viewers there is a sample every ten seconds, so that the plots have a history when a viewer comes.
+For any number of viewers, the server's state is read at most once a second, and each event is encoded once. A
+slow viewer misses events, and a viewer that does not read for some seconds is disconnected, so no events
+queue up. Without viewers, a sample is made every ten seconds, so that the plots have a history for the next
+viewer.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ class SlowViewerError(TierStoreError):
 
 
 class Feed:
-    """Server-sent events with the results of ``look()``. Belongs to the event loop on which it was started.
+    """Server-sent events with the results of ``look()``. Uses the event loop on which it was started.
 
-    ``look`` may take any time: the next call begins after it. Its exceptions are counted in ``failures`` and
-    logged, repeated ones once. The dashboard then says that there is nothing new.
+    ``look`` may take any time: the next call begins after it has returned. Its exceptions are counted in
+    ``failures``, and the first of consecutive ones is logged. Until ``look`` succeeds again, no event is
+    sent.
 
     Example::
 
@@ -70,21 +72,21 @@ class Feed:
         self._past: deque[tuple[float, dict[str, tuple[Number, ...]]]] = deque()
         self._latest = b""
         self._number = 0  # number of the latest event
-        self._changed = asyncio.Event()  # replaced with each sample
+        self._changed = asyncio.Event()  # set by the next sample, and then replaced by a new one
         self._came = asyncio.Event()
         self._closed = False
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to sample on the running event loop."""
+        """Start to make samples on the running event loop."""
         self._task = asyncio.get_running_loop().create_task(self._run())
 
     def stop(self) -> None:
-        """Start no new sample. Callable from any thread."""
+        """Make no further sample. Callable from any thread."""
         self._closed = True
 
     async def close(self) -> None:
-        """Stop sampling and end :meth:`follow` for all viewers."""
+        """Make no further sample, and end :meth:`follow` for all viewers."""
         self.stop()
         self._changed.set()
         self._came.set()
@@ -108,8 +110,8 @@ class Feed:
             self.viewers -= 1
 
     async def follow(self, send: Callable[[bytes], Awaitable[None]]) -> None:
-        """Send the history, then every new sample, until the feed is closed. Raise the exceptions of
-        ``send``, and :class:`SlowViewerError` if it takes too long."""
+        """Send the history and then every new sample, until the feed is closed. Raise the exceptions of
+        ``send``, and :class:`SlowViewerError` if a ``send`` takes longer than ``slow_s``."""
         await self._send(send, self._history())
         seen = 0
         while not self._closed:
@@ -123,7 +125,7 @@ class Feed:
     async def _send(self, send: Callable[[bytes], Awaitable[None]], event: bytes) -> None:
         sending = asyncio.ensure_future(send(event))
         try:
-            # Not wait_for: up to Python 3.11 it loses a cancellation that comes as the sending ends.
+            # Not asyncio.wait_for: up to Python 3.11 it loses a cancellation that occurs when the send ends.
             await asyncio.wait({sending}, timeout=self._slow_s)
             if not sending.done():
                 raise SlowViewerError(f"a dashboard has not read for {self._slow_s:g} s")
@@ -141,7 +143,7 @@ class Feed:
             try:
                 self._note(await self._look())
                 failed = False
-            except Exception as error:  # noqa: BLE001  # counted and logged: sampling must continue
+            except Exception as error:  # noqa: BLE001  # an error of one sample must not end the feed
                 self.failures += 1
                 if not failed:
                     _log.warning("the dashboard has no new sample: %s", error, exc_info=error)
@@ -168,7 +170,7 @@ def _event(name: str, document: object) -> bytes:
 
 
 def _rounded(number: Number) -> Number:
-    """Round to the digits that a plot can show, because numbers are most of an event."""
+    """Round to the digits that a plot can show, because long numbers would make the events large."""
     if number is None or not math.isfinite(number):
         return None
     return float(f"{number:.4g}")

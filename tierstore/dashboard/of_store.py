@@ -1,4 +1,4 @@
-"""The parts of a dashboard about a store, for a daemon and for an engine with an embedded store."""
+"""The parts of a dashboard that show a store, of a daemon or of an engine with an embedded store."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tierstore.dashboard.view import ConditionRow, Curve, Mark, Meter, Table, Vi
 from tierstore.stats import StoreStats
 from tierstore.units import format_size
 
-_FEW_SAMPLED = 500  # with fewer sampled pages, the curve is rough
+_FEW_SAMPLED = 500  # with fewer sampled pages, the estimated curve is rough
 _STATES = {
     TierCondition.ONLINE: ViewState.GOOD,
     TierCondition.READ_ONLY: ViewState.WARNING,
@@ -30,7 +30,7 @@ def short(number: float) -> str:
 
 
 def meters(stats: StoreStats) -> tuple[Meter, ...]:
-    """Return how full each tier is."""
+    """Return a bar for each tier that shows how full it is."""
     return tuple(
         Meter(
             f"{name} {percent(tier.used_bytes / max(tier.capacity_bytes, 1))}",
@@ -43,7 +43,7 @@ def meters(stats: StoreStats) -> tuple[Meter, ...]:
 
 
 def conditions(stats: StoreStats) -> list[ConditionRow]:
-    """Return the state of the tiers that can fail, and counts that should be zero."""
+    """Return the state of each tier that can fail, and a warning for each error counter that is not zero."""
     found = [
         ConditionRow(f"{tier} tier", _STATES[health.condition], _health(health))
         for tier, health in stats.health.items()
@@ -69,7 +69,7 @@ def _health(health: TierHealth) -> str:
 
 
 def curve(stats: CurveStats) -> Curve:
-    """Return the hit rate by capacity."""
+    """Return the estimated hit rate by capacity."""
     marks = tuple(Mark(name, tier.capacity_bytes) for name, tier in stats.tiers.items())
     if not stats.asked_tokens:
         return Curve((), (), marks, 0.0, "No estimate yet: there were no lookups.")
@@ -85,7 +85,7 @@ def curve(stats: CurveStats) -> Curve:
 
 
 def missed(stats: StoreStats) -> Table:
-    """Return why tokens were missed in the last hour."""
+    """Return a table of the reasons for missed tokens in the last hour."""
     return Table(
         "Missed tokens by reason, last hour",
         ("reason", "tokens", "of missed"),
@@ -95,7 +95,7 @@ def missed(stats: StoreStats) -> Table:
 
 
 def worth(stats: CurveStats) -> Table:
-    """Return the gain from more memory as a table."""
+    """Return a table of the hit rates that larger tiers would have."""
     return Table(
         "Gain from more memory",
         ("with", "added", "hit rate then", "points more"),

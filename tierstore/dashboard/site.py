@@ -1,14 +1,15 @@
-"""The dashboard's documents and access rules. It turns requests into answers, without sockets.
+"""The dashboard's documents and access rules: turns HTTP requests into answers. It knows no sockets.
 
 Access rules:
 
-* At a loopback address, every user of this machine has access, unless there is a token. Only requests that
-  name this machine (``Host``) are answered: a web page elsewhere may make its own name point to 127.0.0.1 and
-  read the answers.
-* At any other address the dashboard asks for the token. The browser sends it once, and then keeps a cookie
-  that is derived from it and useless for anything else.
-* A request from another site (``Origin``, ``Sec-Fetch-Site``) is refused, so that a web page elsewhere cannot
-  take the viewers' places.
+* At a loopback address, every user of this machine has access, unless the dashboard has a token. A request
+whose
+  ``Host`` is another machine is refused, because any web page can make its own host name resolve to 127.0.0.1
+  and could then read the answers.
+* At any other address, access requires a token. The browser sends the token once, and then a cookie that is
+  derived from the token and cannot be used for anything else.
+* A request that a page of another site has caused (``Origin``, ``Sec-Fetch-Site``) is refused, so that such
+  pages cannot use up the limited number of viewers.
 
 Samples contain names chosen by clients. The dashboard shows them as text only, and
 ``Content-Security-Policy`` allows only its own two scripts.
@@ -44,7 +45,7 @@ _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
     "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "same-origin",  # with no-referrer, forms would say that their origin is null
+    "Referrer-Policy": "same-origin",  # with no-referrer, the form for the token would send Origin: null
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
@@ -54,7 +55,8 @@ _EVENTS = "text/event-stream; charset=utf-8"
 
 @dataclass(frozen=True, slots=True)
 class WebRequest:
-    """A request. ``target`` is path and query as sent. Names of ``headers`` are in lower case."""
+    """An HTTP request. ``target`` is the path and query as sent. The names of ``headers`` are in lower
+    case."""
 
     method: str
     target: str
@@ -71,14 +73,14 @@ class WebRequest:
 
     @property
     def token(self) -> str:
-        """The token in the form or in the address; empty if there is none."""
+        """The token in the form or in the query; empty if the request has none."""
         text = self.body.decode("utf-8", "replace") if self.method == "POST" else self.query
         return urllib.parse.parse_qs(text).get("token", [""])[0]
 
 
 @dataclass(frozen=True, slots=True)
 class WebAnswer:
-    """An answer. ``follows``: the feed comes after the headers."""
+    """An HTTP answer. ``follows``: the events of the feed follow the headers."""
 
     status: int
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -87,9 +89,9 @@ class WebAnswer:
 
 
 class Site:
-    """The dashboard of a server at ``host``. With ``token`` None it has no access rules at loopback, and off
-    loopback it refuses every request and says ``how`` to set a token. ``title`` is shown above the form for
-    the token."""
+    """The dashboard of a server at the address ``host``. If ``token`` is None, every request is admitted at a
+    loopback address, and none at any other address. The refusal says ``how`` to set a token. ``title`` is
+    shown above the form for the token."""
 
     def __init__(self, host: str, token: str | None, *, title: str, how: str) -> None:
         self._host = host
@@ -97,25 +99,26 @@ class Site:
         self._token = token
         self._title = title
         self._how = how
-        # Not the token itself: the browser sends cookies to every port of a host, and the token may permit
-        # more than the dashboard.
+        # The cookie is not the token itself, because a browser sends cookies to every port of a host, and the
+        # token may permit more than the dashboard.
         secret = hmac.digest((token or "").encode(), b"tierstore: who may look at the page", "sha256").hex()
         self._cookie = f"tierstore-{hashlib.sha256(secret.encode()).hexdigest()[:8]}"
         self._secret = secret
 
     def refusal(self, request: WebRequest) -> WebAnswer | None:
-        """Return the refusal of a request that names another host; None for other requests."""
+        """Return the refusal of a request whose ``Host`` is another host; None for other requests."""
         name = foreign_host(self._host, request.headers.get("host", ""))
         return None if name is None else _text(421, f"this is not {name}: use localhost or 127.0.0.1")
 
     def strange(self, request: WebRequest) -> WebAnswer | None:
-        """Return the refusal of a request that names another host or comes from another site."""
+        """Return the refusal of a request whose ``Host`` is another host or that a page of another site has
+        caused; None for other requests."""
         if (refusal := self.refusal(request)) is not None:
             return refusal
         return None if _same_site(request) else _text(403, "requests from other sites are refused")
 
     def answer(self, request: WebRequest) -> WebAnswer | None:
-        """Return the answer; None for a path that is not the dashboard's."""
+        """Return the answer to a request; None if its path does not belong to the dashboard."""
         path = request.path
         if path not in ("/", PAGE.rstrip("/")) and not path.startswith(PAGE):
             return None
@@ -177,8 +180,8 @@ class Site:
 
 
 def read_token(file: Path | None) -> str | None:
-    """Return the dashboard's token. Raise :class:`UsageError` for an unreadable file, and for a token that is
-    too short."""
+    """Read the dashboard's token. Raise :class:`UsageError` if the file cannot be read or the token is too
+    short."""
     if file is None:
         return None
     try:
@@ -194,14 +197,14 @@ def read_token(file: Path | None) -> str | None:
 
 def _same_site(request: WebRequest) -> bool:
     if request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
-        # A user may follow a link from another site to the dashboard, but nothing else is allowed.
+        # From another site, a user may follow a link to the dashboard. Anything else is refused.
         return request.headers.get("sec-fetch-mode") == "navigate" and request.method == "GET"
     origin = request.headers.get("origin")
     return origin is None or origin.partition("://")[2] == request.headers.get("host")
 
 
 def _equal(given: str, right: str) -> bool:
-    """Compare in a time that does not show where the strings differ."""
+    """Compare two strings in a time that does not depend on where they differ."""
     return hmac.compare_digest(given.encode(), right.encode())
 
 
@@ -211,12 +214,12 @@ def _text(status: int, text: str, headers: Mapping[str, str] | None = None) -> W
 
 @functools.cache
 def _documents() -> dict[str, bytes]:
-    """Return the shipped files, by name."""
+    """Return the files in ``assets``, by name."""
     folder = resources.files("tierstore.dashboard") / "assets"
     return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
 
 
 def _assets() -> Mapping[str, bytes]:
-    """Return the files that the dashboard loads by name. They have no secrets."""
+    """Return the scripts, styles and images of the dashboard, which are served without a token."""
     kinds = (".js", ".css", ".svg")
     return {name: body for name, body in _documents().items() if name.endswith(kinds)}

@@ -1,8 +1,8 @@
-"""The content of a dashboard, as types. A server makes a :class:`Sample` once a second. The dashboard draws
-it and does not depend on daemons or engines.
+"""The types of a dashboard's content. A server makes a :class:`Sample` once a second, and ``assets/page.js``
+draws it, without knowledge of daemons or engines.
 
-All text is shown as text, never as markup. Names chosen by clients go through
-:func:`~tierstore.printable.printable` first.
+All text is shown as text, never as markup. Servers pass names that clients have chosen through
+:func:`~tierstore.printable.printable`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-Number: TypeAlias = float | None  # None: no value, shown as a gap in a line
+Number: TypeAlias = float | None  # None: no value, which a plot shows as a gap
 
 
 class ViewState(str, enum.Enum):
-    """How good or bad something is."""
+    """How good or bad the state of a component is."""
 
     GOOD = "good"
     WARNING = "warning"
@@ -24,7 +24,7 @@ class ViewState(str, enum.Enum):
 
 
 class Unit(str, enum.Enum):
-    """The unit of a plot's values. The dashboard formats them."""
+    """The unit of a plot's values, which determines how they are formatted."""
 
     PERCENT = "percent"
     PER_SECOND = "per_second"
@@ -44,7 +44,7 @@ class ConditionRow:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One large number."""
+    """A number in large digits, with a label and a note."""
 
     label: str
     value: str
@@ -62,7 +62,7 @@ class Meter:
 
 @dataclass(frozen=True, slots=True)
 class Plot:
-    """Lines over time. Each sample has their values under ``key``."""
+    """Lines over time. :attr:`Sample.values` has their values under ``key``."""
 
     key: str
     title: str
@@ -80,8 +80,8 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """Hit rate (0 to 1) by capacity. ``ceiling`` is the hit rate with unlimited memory. Without points,
-    ``note`` says why."""
+    """The hit rate (0 to 1) by capacity. ``ceiling`` is the hit rate with unlimited memory. If the curve has
+    no points, ``note`` says why."""
 
     capacity_bytes: tuple[int, ...]
     hit_rate: tuple[float, ...]
@@ -92,7 +92,8 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of text. Columns from ``left`` on are numbers. ``empty`` is shown if there are no rows."""
+    """Rows of text. Columns from number ``left`` on are aligned as numbers. ``empty`` is shown if the table
+    has no rows."""
 
     title: str
     columns: tuple[str, ...]
@@ -104,11 +105,11 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Everything that the dashboard shows at one moment, except the lines of the plots."""
+    """The content of the dashboard at one moment, except the values of the plots."""
 
     title: str
     about: str
-    version: str  # the server's version; the dashboard reloads itself when it changes
+    version: str  # the server's version; if it changes, the browser reloads the dashboard
     conditions: tuple[ConditionRow, ...]
     tiles: tuple[Tile, ...]
     meters: tuple[Meter, ...]
@@ -119,8 +120,8 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A view of the dashboard at one moment. ``at_s`` is the time since 1970. ``values`` has the values of
-    each plot's lines, by the plot's key."""
+    """The dashboard's content at the time ``at_s`` (seconds since 1970). ``values`` has the values of each
+    plot's lines, by the plot's key."""
 
     at_s: float
     view: View

@@ -1,17 +1,16 @@
 """The definition of the daemon's messages.
 
-A message is a ZMQ multipart: ``[VERSION] [msgpack] [page bytes …]``. On the arena's own socket it is only the
-second part, after its length (``framing.py``). The version is one byte. A peer of another version gets
-:class:`Refused` and is disconnected. The second frame is one of the structs below, as a msgpack array that
-begins with its tag. The frames after it are pages, in the two messages of clients on other hosts that have
-any (:class:`Write`, :class:`Fetched`).
+A message is a ZMQ multipart: ``[VERSION] [msgpack] [page bytes …]``. On the arena's own socket a message is
+only the msgpack part, after its length (``framing.py``). The version is one byte. A peer of another version
+gets :class:`Refused`. The msgpack part is one of the structs below, as an array that begins with the struct's
+name. Page frames follow only :class:`Write` and :class:`Fetched`, which clients on other hosts use.
 
-The client chooses the ``id`` of a request, and the answer repeats it. Answers may come in any order.
-``wait_s`` is how long the sender will wait: the answer has the pages that were available by then. One-way
-messages have no id and no answer.
+The client chooses the ``id`` of a request, and the answer repeats it. Answers may arrive in any order.
+``wait_s`` is how many seconds the sender will wait. The answer has the pages that are available by then.
+One-way messages have no id and no answer.
 
-The daemon trusts nothing in a message. Sizes have the limits below. An unknown, malformed or oversized
-message is answered with :class:`Refused`, or the peer is disconnected if the id cannot be read.
+The daemon trusts nothing in a message. An unknown, malformed or oversized message is answered with
+:class:`Refused` if its id can be read, and is ignored otherwise.
 """
 
 from __future__ import annotations
@@ -27,85 +26,85 @@ from tierstore.types import ForgetReceipt
 
 VERSION = b"\x03"
 
-MAX_MESSAGE_BYTES = 64 << 20  # one message with its payload frames: a prompt of 1M tokens needs 5 MB
+MAX_MESSAGE_BYTES = 64 << 20  # of one message; a prompt of 1M tokens needs 5 MB
 MAX_CHUNKS = 1 << 17  # in one prompt
 MAX_GROUPS = 1024  # layer groups of a model, on all of its workers
 MAX_IDENTITY_BYTES = 4096
 MAX_LIST_BYTES = 1 << 20  # identities in one answer
-MAX_FETCH_BYTES = 16 << 20  # in one Fetch or Write; several may be under way
+MAX_FETCH_BYTES = 16 << 20  # in one Fetch or Write
 
 MOST_WAIT_S = 600.0  # for any request
 MOST_EXPECT_S = 10.0  # for lookups that wait for promised pages
 
-# Limits of fields: a message that exceeds them is malformed. msgspec checks the number of entries before it
-# allocates them. Requests of real clients stay far below.
+# A message that exceeds these limits of its fields is malformed. msgspec checks the number of entries before
+# it allocates memory for them. Requests of real clients are far smaller.
 Text: TypeAlias = Annotated[str, Meta(max_length=1 << 16)]
 Payload: TypeAlias = Annotated[bytes, Meta(max_length=MAX_MESSAGE_BYTES)]
 IdentityFields: TypeAlias = Annotated[dict[Text, Text], Meta(max_length=64)]
 Numbers: TypeAlias = Annotated[list[int], Meta(max_length=MAX_CHUNKS)]
 
-PING_S = 1.0  # a client without an arena socket sends Ping at least this often …
-SILENCE_S = 5.0  # … and counts as dead after this silence, as does a daemon that does not answer
+PING_S = 1.0  # a client without an arena socket sends Ping at least this often
+SILENCE_S = 5.0  # over TCP, a client or a daemon that has sent nothing for this long counts as dead
 
 ARENA_MAGIC = b"tierkv\x00" + VERSION
 ARENA_HEADER = struct.Struct("<8sQ16s")
 """The header that the unix socket ``PATH.arena`` (a stream) sends once to each new connection:
-``ARENA_MAGIC``, the arena's size in bytes and the token for :class:`Hello`. The arena's file descriptor
-(SCM_RIGHTS) comes with the first byte. Messages follow in both directions. An end of file means that the
-other side has died."""
+``ARENA_MAGIC``, the arena's size in bytes and the token for :class:`Hello`. The arena's file descriptor is
+sent with the first byte (SCM_RIGHTS). Messages follow in both directions. An end of file means that the peer
+has died."""
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
-    """The base of all messages, with their encoding."""
+    """The base class of all messages, which defines their encoding."""
 
 
 # -- the connection ------------------------------------------------------------------------------------
 
 
 class Hello(Message):
-    """The first message of a connection. ``token`` comes from the arena's socket (empty: another host).
-    ``client`` has at most 200 characters."""
+    """The first message of a connection. ``token`` is the one in the header of the arena's socket (empty for
+    a client on another host). ``client`` has at most 200 characters."""
 
     id: int
     token: Payload = b""
-    client: Text = ""  # for people: the client's kind and process id
+    client: Text = ""  # the client's kind and process id, for logs and statistics
 
 
 class Welcome(Message):
     id: int
     connection: int
-    server: Text  # the daemon's version, for people
+    server: Text  # the daemon's version, for logs
     lease_s: float  # the length of a lease, from the daemon's answer on
     reserve_bytes: int  # limit of one client's reservations
     cluster: bool = False  # whether pages can be fetched from other hosts
-    forgets: int = 0  # engines have been told of all forgets up to this number
+    forgets: int = 0  # number of the last forget that clients were informed of
     max_age_s: float = 0.0  # how long pages may be kept; 0: no limit
-    forget_log: Payload = b""  # which list of forgets the numbers are of: a restart may begin a new one
+    forget_log: Payload = b""  # identifies the list that numbers forgets; a restart may begin a new list
 
 
 class Register(Message):
-    """Register an identity (its fields; the daemon adds the tenant) and the size of its pages: 1 byte to
-    1 GiB for 1 to 65,536 tokens. A connection has at most 1,024 identities."""
+    """Register an identity, to which the daemon adds the tenant, and the size of its pages: 1 byte to 1 GiB
+    for 1 to 65,536 tokens. A connection has at most 1,024 identities."""
 
     id: int
     identity: IdentityFields
     page_bytes: int
     chunk_tokens: int
-    model_name: Text = ""  # the model's name for people; not part of the identity
+    model_name: Text = ""  # the model's name for statistics and commands; not part of the identity
 
 
 class Registered(Message):
     id: int
-    identity: int  # the number for later messages
-    forgotten: int = 0  # number of the last forget that covers it
+    identity: int  # the number that stands for the identity in later messages of this connection
+    forgotten: int = 0  # number of the last forget that concerned this identity
 
 
 class Bye(Message):
-    """One-way: a client without an arena socket ends its connection. (Others close their socket.)"""
+    """One-way: a client without an arena socket ends its connection. (A local client closes its socket.)"""
 
 
 class Ping(Message):
-    """A sign of life of a client without an arena socket. Other clients need not send it."""
+    """A client without an arena socket sends this regularly, so that the daemon knows that it lives."""
 
     id: int
 
@@ -115,9 +114,9 @@ class Pong(Message):
 
 
 class Refused(Message):
-    """The daemon cannot do what was requested. ``kind`` is for programs: ``version``, ``connection`` (say
-    Hello again), ``identity`` (register again), ``path`` (send the whole prompt), ``denied``, ``usage``,
-    ``busy``, ``internal``."""
+    """The daemon has refused a request. ``kind`` is ``version``, ``connection`` (the client must send Hello
+    again), ``identity`` (it must register again), ``path`` (it must send the whole prompt), ``denied``,
+    ``usage``, ``busy`` or ``internal``."""
 
     id: int
     kind: Text
@@ -128,11 +127,11 @@ class Refused(Message):
 
 
 class PromptPart(Message):
-    """A prompt, or its end. ``path`` names a prefix that an earlier :class:`Found` remembered, and ``known``
-    is the number of its chunks that this prompt begins with. ``keys`` (16 bytes each) and ``tokens`` (uint32,
-    little-endian) are those of the following chunks; the tokens go to the prompt's end. ``named``: the chunks
-    are whole named pages, each found by its own key. Then ``known`` is the number of pages before them, which
-    decides their eviction order."""
+    """A prompt. ``path`` is a number that an earlier answer gave to a prefix, and the prompt begins with the
+    first ``known`` chunks of this prefix. ``keys`` (16 bytes each) and ``tokens`` (uint32, little-endian) are
+    those of the chunks after the known ones, up to the prompt's end. ``named``: the chunks are whole named
+    pages, each found by its own key. Then ``known`` is the number of pages before them, which decides their
+    eviction order."""
 
     identity: int
     keys: Payload
@@ -146,16 +145,18 @@ class PromptPart(Message):
 
 
 class Find(Message):
-    """Find the longest held prefix. It is leased until :class:`Release`, the lease's end, or the client's
-    end. ``released`` are leases that are given back with this message. ``declined`` are tokens that earlier
-    lookups found and the client did not load, by ``host slower``, ``host late``, ``disk slower`` or ``disk
-    late``. With ``max_tokens`` 0 the request only waits for ``expect``.
+    """Find the longest stored prefix of a prompt, and lease its pages until :class:`Release`, the lease's
+    end, or the client's end. ``released`` are earlier leases that are released at the same time. ``declined``
+    counts tokens that earlier lookups found and the client did not load, by tier and reason: ``host slower``,
+    ``host late``, ``disk slower`` or ``disk late``. With ``max_tokens`` 0 the request only waits for
+    ``expect``.
 
-    ``expect``: this many leading tokens have been promised by the client that computes them. The answer waits
-    until they are held, at most ``expect_s`` seconds, and ``wait_s`` counts from then on. ``gain`` is for
-    named chunks: the number of tokens that a prompt need not compute if the missing chunks come from other
-    hosts. If that is enough, the shared store is asked for them (0: never). ``counted`` is false for a second
-    lookup for the same request, which the daemon's counters leave out.
+    ``expect`` is the number of leading tokens whose pages another client has promised to save. The daemon
+    answers when these pages are saved, after at most ``expect_s`` seconds; ``wait_s`` counts from then on.
+    ``gain`` is for named chunks: the number of tokens that need not be computed if other hosts have the
+    missing chunks. If ``gain`` is large enough, the daemon searches them in the shared store (0: never).
+    ``counted`` is false for a second lookup of the same request, which the daemon's counters must not count
+    again.
     """
 
     id: int
@@ -171,20 +172,20 @@ class Find(Message):
 
 
 class Unexpect(Message):
-    """One-way: the client does not need the promised pages of the :class:`Find` with this id any more. The
-    daemon answers that request at once."""
+    """One-way: the client no longer waits for the promised pages of the :class:`Find` with the id ``lookup``.
+    The daemon answers that request at once."""
 
     lookup: int
 
 
 class Found(Message):
-    """The answer to :class:`Find`. ``tokens`` lie in ``tiers``: pairs of (``host`` or ``disk``, pages), run
-    by run, in prefix order. ``tail_tokens`` tokens of the last page match. ``lease`` is 0 if nothing was
-    found. Later messages of this connection may refer to ``path``, with up to ``known`` chunks. For named
-    chunks, ``positions`` (uint32) are the held ones, in the order of the lease's pages. ``rates`` has the
-    present costs of each tier: bytes per second, and the latency and the queue in front of it, both in
-    seconds; see :mod:`tierstore.planner`. The named chunks at ``remote_positions`` (uint32) are not held but
-    can perhaps be fetched from other hosts."""
+    """The answer to :class:`Find`. ``tokens`` tokens were found. ``tiers`` says where their pages are, in
+    prefix order: pairs of a tier (``host`` or ``disk``) and a number of consecutive pages. The first
+    ``tail_tokens`` tokens of the last page match. ``lease`` is 0 if no page was found. Later messages of this
+    connection may refer to ``path``, with up to ``known`` chunks. For named chunks, ``positions`` (uint32)
+    are the found ones, in the order of the lease's pages. ``rates`` has for each tier the bytes per second,
+    the latency and the time that queued transfers take, both in seconds; see :mod:`tierstore.planner`. The
+    named chunks at ``remote_positions`` (uint32) were not found, but other hosts probably have them."""
 
     id: int
     tokens: int
@@ -199,13 +200,13 @@ class Found(Message):
 
 
 class NamedPart(msgspec.Struct, array_like=True):
-    """A layer group with named pages. ``past`` (``window``, ``chunk`` or ``state``; see
-    :class:`tierstore.groups.Past`) and ``past_tokens`` are the rule for the pages that a hit needs. The
-    client itself has the pages that end at the tokens ``here`` (uint32). For ``cross``, ``inputs`` has each
-    input's first token and the end of its rows (uint32), and ``names`` (32 bytes each) are those of all pages
-    of the inputs. A single group without chains may
-    also have ``input`` (all rows of an input, or no hit), or, with ``explain``, ``all`` (the client has named
-    the pages)."""
+    """A layer group with named pages. ``past`` (``window``, ``chunk``, ``state`` or ``cross``; see
+    :class:`tierstore.groups.Past`) and ``past_tokens`` determine which pages a hit needs. The client itself
+    has the pages that end at the tokens ``here`` (uint32). For ``cross``, ``inputs`` has each input's first
+    token and the end of its rows (uint32), and ``names`` (32 bytes each) are the names of all pages of the
+    inputs. If the request has a single group and no chains, ``past`` may also be ``input`` (a hit needs all
+    rows of an input). With ``explain``, the only group may also be ``all`` (a hit needs all pages, which the
+    client has named)."""
 
     identity: int
     past: Text
@@ -216,14 +217,15 @@ class NamedPart(msgspec.Struct, array_like=True):
 
 
 class FindHit(Message):
-    """Find the longest hit of the first ``num_tokens`` tokens that all layer groups of a model support.
-    ``chains`` is the prompt in each group that needs every token. The client itself has the first ``here[i]``
-    tokens of ``chains[i]``. A later chain without keys or tokens has those of the first one.
+    """Find the longest hit in the first ``num_tokens`` tokens of a prompt that all layer groups of a model
+    support. ``chains`` describes the prompt once for each group that needs every token. The client itself has
+    the first ``here[i]`` tokens of ``chains[i]``. If a later chain has no keys or tokens, they are those of
+    ``chains[0]``.
 
-    ``named`` are the other groups. ``names`` (32 bytes each) are the names of the pages of all whole chunks,
-    ``root`` is the parent of the first chunk, and ``tail`` are the tokens of the chunk in which
-    ``num_tokens`` ends. ``explain``: the answer says why the tokens behind the hit are missed. For the other
-    fields see :class:`Find`.
+    ``named`` are the groups with named pages. ``names`` (32 bytes each) are the names of the pages of all
+    whole chunks, ``root`` is the parent of the first chunk, and ``tail`` are the tokens of the chunk in which
+    ``num_tokens`` ends. ``explain``: the answer says why the tokens behind the hit are missed. :class:`Find`
+    explains the remaining fields.
     """
 
     id: int
@@ -242,10 +244,10 @@ class FindHit(Message):
 
 
 class GroupFound(msgspec.Struct, array_like=True):
-    """The pages of one layer group that a hit needs and the client does not have. ``lease`` holds
-    them, in prompt order: those of the first ``tokens`` tokens of a chain, or those that the group's rule
-    names. ``tiers``, ``path`` and ``known`` are as in :class:`Found`. Other hosts probably have the pages
-    that end at the tokens ``remote_ends`` (uint32)."""
+    """The pages of one layer group that a hit needs and the client does not have. ``lease`` holds these
+    pages, in prompt order. For a chain, they are the pages of the first ``tokens`` tokens. ``tiers``,
+    ``path`` and ``known`` are as in :class:`Found`. Other hosts probably have the pages that end at the
+    tokens ``remote_ends`` (uint32)."""
 
     lease: int
     tokens: int
@@ -256,11 +258,11 @@ class GroupFound(msgspec.Struct, array_like=True):
 
 
 class HitFound(Message):
-    """The answer to :class:`FindHit`. The hit has ``tokens`` tokens. The groups that need every token reach
-    to ``branch``. With pages that other hosts probably have, the hit would be ``remote_tokens`` longer.
-    ``rates`` is as in :class:`Found`. ``misses`` (:class:`~tierstore.explanation.Miss`) are the spans of
-    missed tokens, if the request asked for them: the number of a layer group is its place in the request,
-    those in ``chains`` first."""
+    """The answer to :class:`FindHit`. The hit has ``tokens`` tokens. The groups that need every token have
+    pages up to token ``branch``. With pages that other hosts probably have, the hit would be
+    ``remote_tokens`` tokens longer. ``rates`` is as in :class:`Found`. If the request has ``explain``,
+    ``misses`` are the spans of missed tokens (:class:`~tierstore.explanation.Miss`). A span's layer group is
+    a position in the request's ``chains`` followed by ``named``."""
 
     id: int
     tokens: int
@@ -273,8 +275,7 @@ class HitFound(Message):
 
 
 class FetchRemote(Message):
-    """Fetch ``count`` whole chunks of a prompt from ``first`` on from other hosts into the arena. (Named
-    chunks, too; a daemon that shares none of them answers 0.)"""
+    """Fetch ``count`` whole chunks of a prompt, from chunk ``first`` on, from other hosts into the arena."""
 
     id: int
     prompt: PromptPart
@@ -285,11 +286,11 @@ class FetchRemote(Message):
 
 class FetchedRemote(Message):
     id: int
-    chunks: int  # the number of arrived chunks, without a gap; look them up
+    chunks: int  # how many chunks from ``first`` on have arrived, without a gap; a lookup then finds them
 
 
 class Prefetch(Message):
-    """Load the pages of a lease from ``first`` on into the arena, in prefix order."""
+    """Load the pages of a lease, from page ``first`` on, into the arena, in prefix order."""
 
     id: int
     lease: int
@@ -299,11 +300,11 @@ class Prefetch(Message):
 
 class Prefetched(Message):
     id: int
-    pages: int  # the number of pages from ``first`` on in the arena, without a gap
+    pages: int  # how many pages from ``first`` on are in the arena, without a gap
 
 
 class Locate(Message):
-    """Load pages ``first … first + count`` of a lease into the arena and return their places."""
+    """Load ``count`` pages of a lease, from page ``first`` on, into the arena and return their offsets."""
 
     id: int
     lease: int
@@ -313,9 +314,10 @@ class Locate(Message):
 
 
 class Offsets(Message):
-    """The answer to :class:`Locate`: ``offsets`` (uint64, little-endian) of the leading pages in the arena.
-    There are fewer than requested if the wait ended, a page was damaged or the arena was full. The pages stay
-    until the lease ends. ``checksums`` (likewise) are the XXH3-64 of the saved pages, 0 if unknown."""
+    """The answer to :class:`Locate`: ``offsets`` (uint64, little-endian) in the arena of the first of the
+    requested pages. Pages are left out at the end if the wait ended, a page was damaged or the arena was
+    full. The pages stay at these offsets until the lease ends. ``checksums`` (uint64, little-endian) are the
+    XXH3-64 of the saved pages, 0 if unknown."""
 
     id: int
     offsets: Payload
@@ -323,8 +325,8 @@ class Offsets(Message):
 
 
 class Fetch(Message):
-    """Like :class:`Locate`, but return the pages themselves, for clients on other hosts. At most
-    ``MAX_FETCH_BYTES``, or one page."""
+    """Like :class:`Locate`, but return the pages' bytes, for clients on other hosts: at most
+    ``MAX_FETCH_BYTES``, or one page of any size."""
 
     id: int
     lease: int
@@ -334,23 +336,23 @@ class Fetch(Message):
 
 
 class Fetched(Message):
-    """The answer to :class:`Fetch`, followed by one frame for each of the leading ``pages``."""
+    """The answer to :class:`Fetch`. One frame follows for each of the first ``pages`` requested pages."""
 
     id: int
     pages: int
-    checksums: Payload  # XXH3-64 of each (uint64, little-endian)
+    checksums: Payload  # XXH3-64 of each page (uint64, little-endian)
 
 
 class ReportDamage(Message):
-    """One-way: a page of a lease in the arena does not match its checksum. The daemon checks this, and no
-    longer serves a damaged copy."""
+    """One-way: a page of a lease does not match its checksum in the arena. The daemon verifies the page, and
+    drops a damaged copy."""
 
     lease: int
     page: int
 
 
 class Release(Message):
-    """One-way: these leases are not needed any more. Unknown ones are ignored."""
+    """One-way: release these leases. Unknown leases are ignored."""
 
     leases: Numbers
 
@@ -359,7 +361,7 @@ class Release(Message):
 
 
 class HintPart(Message):
-    """The client's knowledge about the future of pages; see :class:`tierstore.types.Hint`."""
+    """A hint about the future use of pages; see :class:`tierstore.types.Hint`."""
 
     ttl_s: float | None = None
     reuse: Text | None = None
@@ -368,13 +370,13 @@ class HintPart(Message):
 
 
 class Reserve(Message):
-    """Reserve room for pages ``first … first + count`` of a prompt, including its partial tail. The answer
-    waits while reservations of other clients hold one of these pages. ``session`` is a name within the
-    client's tenant, of at most 256 characters (empty: none).
+    """Reserve slots for ``count`` pages of a prompt, from page ``first`` on; the last one may be partial. The
+    daemon answers when no other client has a reservation for one of these pages. ``session`` is the name of a
+    session of the client's tenant, of at most 256 characters (empty: no session).
 
-    With ``count`` 0 only ``hint`` and ``session`` are sent. With named pages, they then apply to the pages
-    that the prompt names. Named pages with the hint ``done`` that no other session saved leave every tier as
-    soon as nothing holds them."""
+    With ``count`` 0 the message only sends ``hint`` and ``session``, for the prompt's pages. With the hint
+    ``done``, named pages that no other session has saved are removed from every tier as soon as no lease or
+    pin holds them."""
 
     id: int
     prompt: PromptPart
@@ -385,10 +387,11 @@ class Reserve(Message):
 
 
 class Reserved(Message):
-    """The answer to :class:`Reserve`: ``positions`` to write (uint32, counted from ``first``) and the
-    ``offsets`` of their slots (uint64). Pages that are stored already, and pages without room, are not
-    included. ``stored_tokens`` are stored after everything is committed. Later messages may refer to ``path``
-    with up to ``known`` chunks: :class:`Reserve` at once, others after the commit."""
+    """The answer to :class:`Reserve`: the ``positions`` of the pages to write (uint32, counted from
+    ``first``) and the ``offsets`` of their slots (uint64). Pages that are already stored, and pages for which
+    no slot is free, are left out. When all positions are committed, the first ``stored_tokens`` tokens of the
+    prompt are stored. Later messages may refer to ``path`` with up to ``known`` chunks: a :class:`Reserve` at
+    once, other messages after the commit."""
 
     id: int
     reservation: int  # 0: nothing to write
@@ -400,8 +403,8 @@ class Reserved(Message):
 
 
 class Write(Message):
-    """The pages of a reservation from ``first`` on (counted in its ``positions``), one frame each, for
-    clients on other hosts."""
+    """Write pages of a reservation, one frame each, for clients on other hosts. The first frame is for
+    ``positions[first]`` of the reservation, and the others for the positions after it."""
 
     id: int
     reservation: int
@@ -413,8 +416,8 @@ class Written(Message):
 
 
 class Commit(Message):
-    """Declare pages of a reservation complete: ``done`` (uint32 positions), with the XXH3-64 of each
-    (``checksums``, uint64). The other pages are aborted. Ends the reservation."""
+    """End a reservation. The pages at the positions ``done`` (uint32) are complete, and ``checksums``
+    (uint64) are their XXH3-64. All other pages of the reservation are aborted."""
 
     id: int
     reservation: int
@@ -428,8 +431,8 @@ class Committed(Message):
 
 
 class Finish(Message):
-    """End a session that was named in :class:`Reserve`. Pages that only this session has used are evicted
-    first."""
+    """End a session, whose name was in a :class:`Reserve`. Pages that only this session has used are then
+    evicted first."""
 
     id: int
     session: Text
@@ -437,7 +440,7 @@ class Finish(Message):
 
 class Finished(Message):
     id: int
-    pages: int  # the number of these pages
+    pages: int  # how many pages only this session has used
 
 
 class Abort(Message):
@@ -446,11 +449,11 @@ class Abort(Message):
     reservation: int
 
 
-# -- everything else -----------------------------------------------------------------------------------
+# -- pins, eviction, forgetting and statistics ---------------------------------------------------------
 
 
 class Pin(Message):
-    """Pin the held whole chunks of a prompt's first ``max_tokens`` tokens (-1: all). ``undo``: undo the
+    """Pin the stored whole chunks of a prompt's first ``max_tokens`` tokens (-1: all). ``undo``: undo the
     newest pin of exactly this prompt by the same tenant, for any ``max_tokens``."""
 
     id: int
@@ -465,7 +468,8 @@ class Pinned(Message):
 
 
 class Unpin(Message):
-    """Undo all pins of a tenant (empty: of clients without a tenant; nil: all pins). Refused for tenants."""
+    """Undo all pins of a tenant (empty: of clients without a tenant; nil: all pins). A client with a tenant
+    may not send this."""
 
     id: int
     tenant: Text | None
@@ -477,7 +481,7 @@ class Unpinned(Message):
 
 
 class Evict(Message):
-    """Evict up to ``pages`` pages from ``tier`` (-1: all that may leave)."""
+    """Evict up to ``pages`` pages from ``tier`` (-1: all evictable pages)."""
 
     id: int
     tier: Text
@@ -490,8 +494,9 @@ class Evicted(Message):
 
 
 class Forget(Message):
-    """Forget all pages of a tenant, of a model (its name), or of both; or a session of a tenant. Nil: not
-    given. A client with a tenant forgets only its own pages; ``tenant`` is then one that it distinguishes."""
+    """Forget all pages of a tenant, of a model (given by its name), of a model of a tenant, or of a session
+    of a tenant. A nil field is not given. A client with a tenant forgets only its own pages; ``tenant`` is
+    then the tenant in the client's own identities."""
 
     id: int
     tenant: Text | None = None
@@ -500,17 +505,18 @@ class Forget(Message):
 
 
 class Forgotten(Message):
-    """The answer to :class:`Forget`. From now on, no lookup finds the pages. In an encrypted store, the keys
-    of the tenant or model are gone."""
+    """The answer to :class:`Forget`. No lookup finds the pages any more. In an encrypted store, the keys of
+    the tenant or model have been erased."""
 
     id: int
     receipt: ForgetReceipt
 
 
 class PagesForgotten(Message):
-    """Sent without a request (``id`` is 0) after a forget. The client must use no page of ``identities`` any
-    more. It must also not use the pages with these keys of an identity, and pages behind them. The client has
-    then been told of all forgets up to ``number``."""
+    """The daemon sends this to its clients after a forget, with ``id`` 0. The client must not use pages of
+    ``identities`` any more. ``pages`` are pairs of an identity and the keys of some of its pages; the client
+    must not use these pages and the pages behind them. The client has then been informed of all forgets up to
+    ``number``."""
 
     id: int
     number: int
@@ -519,7 +525,7 @@ class PagesForgotten(Message):
 
 
 class Flush(Message):
-    """Wait until everything committed so far is on disk."""
+    """Wait until all pages that have been committed so far are on disk."""
 
     id: int
     wait_s: float
@@ -531,8 +537,8 @@ class Flushed(Message):
 
 
 class Identities(Message):
-    """List the identities that clients have registered or that have stored pages, ordered by digest, after
-    ``after``. A client with a tenant gets only its own."""
+    """List the identities that clients have registered or that have pages on disk, ordered by digest, from
+    the first digest above ``after`` on. A client with a tenant gets only the identities of its tenant."""
 
     id: int
     after: Payload = b""
@@ -540,13 +546,13 @@ class Identities(Message):
 
 class IdentitiesAnswer(Message):
     id: int
-    identities: Annotated[list[IdentityFields], Meta(max_length=1 << 16)]  # the tenant as the client names it
+    identities: Annotated[list[IdentityFields], Meta(max_length=1 << 16)]  # as the client registers them
     more: Payload = b""  # the value of ``after`` for the next request; empty at the end
 
 
 class MissedRequests(Message):
-    """List the last ``most`` requests with missed tokens, of at most 256. A client with a tenant gets only
-    those of its tenant."""
+    """List the last ``most`` requests with missed tokens; the daemon keeps 256. A client with a tenant gets
+    only requests of its tenant."""
 
     id: int
     most: int
@@ -629,15 +635,15 @@ _answers: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
 
 
 def encode(message: Message) -> bytes:
-    """Return the second frame of a message."""
+    """Return the msgpack part of a message."""
     return _encoder.encode(message)
 
 
 def decode_request(frame: bytes | memoryview) -> Request:
-    """Decode a request. Raise :class:`msgspec.MsgspecError` for anything else."""
+    """Decode a request. Raise :class:`msgspec.MsgspecError` for other data."""
     return _requests.decode(frame)
 
 
 def decode_answer(frame: bytes | memoryview) -> Answer:
-    """Decode an answer. Raise :class:`msgspec.MsgspecError` for anything else."""
+    """Decode an answer. Raise :class:`msgspec.MsgspecError` for other data."""
     return _answers.decode(frame)

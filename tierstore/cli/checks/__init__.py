@@ -1,5 +1,5 @@
-"""The checks of ``tierstore doctor``, one file per subject. A check never raises an exception for something
-that it cannot find out, but reports it."""
+"""The checks of ``tierstore doctor``, one file per subject. If a check cannot determine something, it reports
+this as its result and raises no exception."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ __all__ = ["Check", "Status", "all_checks"]
 
 
 def all_checks(directory: Path | None, host_bytes: int) -> list[Check]:
-    """Return the results of all checks. File systems are checked only with a ``directory``, which need not
-    exist yet."""
+    """Return the results of all checks. The file system of ``directory``, which need not exist yet, is
+    checked if it is given."""
     found = [*packages.checks(), *machine.checks(host_bytes), *gpu.checks()]
     if directory is not None:
         found += disk.checks(directory)

@@ -1,4 +1,4 @@
-"""One line of the doctor's report."""
+"""The result of one check of ``tierstore doctor``, and helpers for the checks."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ from pathlib import Path
 
 class Status(str, enum.Enum):
     OK = "ok"
-    WARN = "warn"  # it works, and could be faster or safer
-    FAIL = "fail"  # it will not work
+    WARN = "warn"  # the checked thing works, but could be faster or safer
+    FAIL = "fail"  # the checked thing will not work
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The result of one check. ``figures`` are for programs; their names contain the units."""
+    """The result of one check. ``figures`` are additional fields of ``--json``, whose names contain the
+    units.
+    """
 
     name: str
     status: Status
     found: str
-    advice: str = ""  # what to change; empty if nothing
+    advice: str = ""  # what the user should change; empty if nothing
     figures: dict[str, int] = field(default_factory=dict)
 
 
@@ -40,8 +42,8 @@ def fail(name: str, found: str, advice: str, **figures: int) -> Check:
 
 
 def installed(*packages: str) -> str | None:
-    """Return the version of the first of ``packages`` that is installed. Does not import it: some imports
-    take seconds."""
+    """Return the version of the first installed package of ``packages``; None if none is installed. Do not
+    import the package, because some imports take seconds."""
     for package in packages:
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(package)
@@ -49,12 +51,12 @@ def installed(*packages: str) -> str | None:
 
 
 def numbers(version: str, count: int = 3) -> tuple[int, ...]:
-    """Return the first ``count`` numbers of a version."""
+    """Return the first ``count`` numbers in a version string."""
     return tuple(int(part) for part in re.findall(r"\d+", version.partition("+")[0])[:count])
 
 
 def read_text(path: str) -> str | None:
-    """Return the content of a kernel file; None if this kernel or container does not have it."""
+    """Return the content of a file in /proc or /sys; None if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:

@@ -1,5 +1,5 @@
-"""Requirements for sharing pages. Mooncake needs its wheel, its system libraries, and a master that answers.
-An object store needs obstore, and a bucket that answers."""
+"""Checks for sharing pages with other hosts. Mooncake needs its Python package, its system libraries, and a
+master that answers. An object store needs the package obstore, and a bucket that answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tierstore.cluster.shared_store import check_url, is_object_store
 from tierstore.errors import SharedStoreError
 from tierstore.extras import install
 
-_LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}  # without them the import fails, even for TCP
+_LIBRARIES = {"ibverbs": "libibverbs1", "numa": "libnuma1"}  # Mooncake imports them even for TCP
 _CONNECT_S = 2.0
 
 
 def checks(url: str) -> Iterator[Check]:
-    """Check the requirements of an address. Raise :class:`~tierstore.errors.UsageError` if it is
-    malformed."""
+    """Check the requirements of the shared store at ``url``. Raise :class:`~tierstore.errors.UsageError` for
+    a malformed address."""
     check_url(url)
     yield from _object_store(url) if is_object_store(url) else _mooncake(url)
 

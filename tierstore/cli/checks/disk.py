@@ -1,4 +1,4 @@
-"""The file system of a store's directory, which need not exist yet."""
+"""Checks of the file system of a store's directory, which need not exist yet."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _VOLATILE = ("tmpfs", "ramfs")
 
 
 def checks(directory: Path) -> Iterator[Check]:
-    """Check the file system. This creates a temporary file in ``directory`` (or its nearest existing parent)
-    and removes it."""
+    """Check the file system of ``directory``. This creates and removes a temporary file in ``directory`` or
+    its nearest existing parent."""
     place = directory.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent
@@ -79,8 +79,7 @@ def _direct(place: Path) -> Check:
 
 @contextmanager
 def _file(place: Path, flags: int) -> Iterator[int]:
-    """Yield a temporary file, which is removed when the block ends. If the kernel supports it, the file never
-    has a name."""
+    """Yield the descriptor of a temporary file without a name, which the kernel removes when it is closed."""
     try:
         fd = os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError as error:

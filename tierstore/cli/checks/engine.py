@@ -1,4 +1,4 @@
-"""Checks of an engine in this environment, and of the daemon that it will use."""
+"""Checks of an engine that is installed in this environment, and of the daemon that the engine will use."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 _IMPORT_S = 180.0
 _REASON_CHARACTERS = 300
 _LEAST_ARENA = 2 * GIB
-_TOKEN_BYTES = 128 * KIB  # an 8B Llama in bfloat16 has 32 layers, 8 KV heads of 128
+_TOKEN_BYTES = 128 * KIB  # a token of an 8B Llama in bfloat16: 32 layers with 8 KV heads of size 128
 
 
 def checks(url: str) -> Iterator[Check]:
-    """Check whether the daemon answers, and the size of its tiers."""
+    """Check whether the daemon at ``url`` answers, and whether its tiers are large enough."""
     from tierstore.cli.operator import Operator
 
     if url.startswith("tcp://"):
@@ -51,8 +51,8 @@ def checks(url: str) -> Iterator[Check]:
 
 
 def plug_in_checks(engine: str, group: str) -> Iterator[Check]:
-    """Check the plug-in of ``TIERSTORE`` for an engine that loads the entry points of ``group``, and the
-    variable: whether it is set, valid, and leads to a daemon."""
+    """Check whether an engine that loads the entry points of ``group`` finds tierstore's plug-in, and whether
+    the variable ``TIERSTORE`` is set, valid, and chooses a running daemon."""
     found = [each.value for each in metadata.entry_points(group=group, name="tierstore")]
     if found:
         yield ok("plug-in", f"{engine} finds {found[0]}")
@@ -101,8 +101,8 @@ def version_check(
     old: str,
     new: str,
 ) -> Check:
-    """Check an engine's version. The advice is ``absent`` if it is not installed, ``old`` below the oldest
-    supported version, and ``new`` above the newest tested one."""
+    """Check an engine's version. The advice is ``absent`` if the engine is not installed, ``old`` if its
+    version is below ``oldest``, and ``new`` if it is above ``newest``."""
     if version is None:
         return fail(engine, "not installed here", absent)
     found = numbers(version, len(oldest))
@@ -112,15 +112,15 @@ def version_check(
 
 
 def dotted(version: tuple[int, ...]) -> str:
-    """Return a version as people write it."""
+    """Return a version as text, such as ``0.5.20``."""
     return ".".join(map(str, version))
 
 
 def probe(
     what: str, engine: str, program: str, config: Mapping[str, Any], *, installed: bool, good: str
 ) -> Check:
-    """Run ``program`` with ``config`` in a process that imports the engine, as the engine itself would. If it
-    fails, its last line on stderr is the reason."""
+    """Check that the Python code ``program``, which imports the engine, runs without an error. Its argument
+    is ``config`` as JSON. If it fails, its last line on stderr is the reason."""
     if not installed:
         return warn(what, "not tested", f"{engine} is not installed here")
     command = [sys.executable, "-c", program, json.dumps(config)]

@@ -1,4 +1,4 @@
-"""The GPU, as the NVIDIA driver reports it. These checks need neither torch nor CuPy."""
+"""Checks of the GPU, through the NVIDIA driver. They need neither torch nor CuPy."""
 
 from __future__ import annotations
 

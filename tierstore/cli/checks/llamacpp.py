@@ -1,6 +1,7 @@
-"""``tierstore doctor --llamacpp``: a running llama-server, the proxy's packages, and the daemon.
+"""``tierstore doctor --llamacpp``: checks a running llama-server, the proxy's packages, and the daemon.
 
-A separate process looks at llama-server with the connector, which this package does not import.
+A separate process checks llama-server with the code of the connector, because this package must not import
+the connectors.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TRIED_BINDING = "0.3.36"
 _PACKAGES = ("httpx", "starlette", "uvicorn")
 _LOOK_S = 30.0
 
-# If it fails, its last line on stderr is the reason.
+# If this code fails, its last line on stderr is the reason.
 _PROBE = """
 import json, sys
 from tierstore.errors import UsageError
@@ -39,7 +40,7 @@ except UsageError as error:
 
 def checks(url: str | None, server: str | None) -> Iterator[Check]:
     """Check llama-server at ``server`` (None: its default address), the packages, and the daemon at ``url``
-    (None: this user's). Raises :class:`UsageError` for a malformed address."""
+    (None: this user's daemon). Raise :class:`UsageError` for a malformed address."""
     parts = urlsplit(server or DEFAULT_URL)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"--llama-server must be http://HOST:PORT, got {server!r}")

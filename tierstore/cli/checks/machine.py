@@ -1,4 +1,4 @@
-"""Kernel, memory and limits that restrict the host tier's arena and the disk tier's files."""
+"""Checks of the kernel, the memory and the limits of processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _POPULATE_KERNEL = (5, 14)  # MADV_POPULATE_WRITE
 _LEAST_MEMORY = 2 * GIB
 _LEAST_SHM = 1 * GIB
 _LEAST_LOCKED = 1 * GIB
-_LEAST_FILES = 4096  # 2 for each extent file (a large store has 256) and 1 or more for each client
+_LEAST_FILES = 4096  # each extent file needs 2 (a large store has 256 extents), and each client 1 or more
 
 
 def checks(host_bytes: int) -> Iterator[Check]:

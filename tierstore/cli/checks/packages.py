@@ -1,4 +1,4 @@
-"""Python, the required packages, and the compiled part of tierstore."""
+"""Checks of Python, the required packages, and the compiled part of tierstore."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _REQUIREMENT = re.compile(r"([A-Za-z0-9_.-]+)\s*(?:>=\s*([0-9.]+))?")
 
 def checks() -> Iterator[Check]:
     version = platform.python_version()
-    if sys.version_info < _LEAST_PYTHON:  # possible if a wheel was installed by force
+    if sys.version_info < _LEAST_PYTHON:  # pip can be forced to install on an older Python
         yield fail("python", version, "install Python 3.10 or newer")
     else:
         yield ok("python", version)
     for line in metadata.requires("tierstore") or ():
-        if ";" not in line:  # requirements of extras have a marker
+        if ";" not in line:  # a requirement of an extra has a marker after ";"
             yield _package(line)
     yield _compiled_part()
     yield _torch()

@@ -1,6 +1,6 @@
-"""``tierstore doctor --sglang``: SGLang, its storage backend in this environment, and its daemon.
+"""``tierstore doctor --sglang``: checks SGLang, tierstore's storage backend for it, and the daemon.
 
-A separate process loads the backend, because that imports SGLang, which takes seconds and may fail.
+A separate process loads the storage backend, because this imports SGLang, which takes seconds and may fail.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ OLDEST, TRIED = (0, 5, 20), (0, 5, 23)
 _MODULE, _CLASS = "tierstore_connectors.sglang.backend", "TierStoreHiCache"
 _PREFIX = "hicache_storage_pass_prefix_keys"
 
-# A process does the same with the config as SGLang.
+# This code loads the storage backend from the config as SGLang does.
 _PROBE = """
 import importlib, json, sys
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorage
@@ -35,9 +35,9 @@ if config["module_path"].startswith("tierstore_connectors.sglang"):
 def checks(url: str | None, extra: str | None) -> Iterator[Check]:
     """Check SGLang, its config and the daemon. Takes seconds if SGLang is installed.
 
-    ``url`` is the daemon's address (None: this user's). ``extra`` is the JSON that SGLang is started with
-    (None: the result of :func:`proposed`). Raises :class:`UsageError` if ``extra`` is not a JSON object or
-    the address is malformed.
+    ``url`` is the daemon's address (None: this user's daemon). ``extra`` is the JSON that SGLang is started
+    with (None: the result of :func:`proposed`). Raises :class:`UsageError` if ``extra`` is not a JSON object
+    or the address is malformed.
     """
     config = proposed(url) if extra is None else json_object("--extra-config", extra)
     version = installed("sglang")

@@ -1,6 +1,6 @@
-"""``tierstore doctor --transformers``: transformers, and a cache over a store in this environment.
+"""``tierstore doctor --transformers``: checks transformers and :class:`TierStoreCache` in this environment.
 
-A separate process tries the cache with a small random model, because importing torch and transformers takes
+A separate process uses the cache with a small random model, because importing torch and transformers takes
 seconds and may fail.
 """
 
@@ -14,7 +14,7 @@ from tierstore.cli.checks.engine import dotted, probe, version_check
 
 OLDEST, TRIED = (5, 24, 0), (5, 24, 0)
 
-# The second cache has to load what the first one has saved.
+# The second cache must load the pages that the first one has saved.
 _PROBE = """
 import sys, tempfile
 import torch
@@ -38,7 +38,7 @@ if tokens < 32:
 
 
 def checks(url: str | None) -> Iterator[Check]:
-    """Check transformers, the cache, and the daemon at ``url`` if there is one. Takes seconds."""
+    """Check transformers, the cache, and the daemon at ``url`` (None: no daemon). Takes seconds."""
     version = installed("transformers")
     yield _version(version)
     good = "a small model's prompt came back from a store"

