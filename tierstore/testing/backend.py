@@ -1,7 +1,7 @@
-"""The conformance suite for backends: everything that a store needs of the tiers below HBM.
+"""The conformance suite for backends: tests of everything that a store needs from the tiers below HBM.
 
-Subclass :class:`BackendTests` and define how a backend is opened, as for
-:class:`~tierstore.testing.store.StoreTests`.
+Subclass :class:`BackendTests` and override its fixture ``open_backend``, as shown for ``open_store`` in
+:mod:`tierstore.testing.store`.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ _WAIT_S = 30.0
 
 
 class OpenBackend(Protocol):
-    """Opens a backend for pages like :data:`~tierstore.testing.store.SPEC`, with a host tier of
-    ``host_pages`` pages and a disk, and closes it after the test. Nothing has been saved under ``identity``.
-    """
+    """Opens a backend for pages of :data:`~tierstore.testing.store.SPEC`, with a host tier of ``host_pages``
+    pages and a disk tier, and closes it after the test. No page of ``identity`` has been saved."""
 
     def __call__(self, *, identity: Identity, host_pages: int = 64) -> Backend: ...
 
@@ -52,7 +51,8 @@ def request_of(identity: Identity, tokens: Sequence[int]) -> LookupRequest:
 
 
 class ReferenceModel:
-    """A model of several layer groups, and one prompt: the possible pages, and their bytes."""
+    """A model with random layer groups, and a random prompt. It knows the bytes of all pages of the
+    prompt."""
 
     def __init__(self, identity: Identity, rng: random.Random, number: int) -> None:
         self.model = replace(identity, adapter=f"model {number}")
@@ -73,7 +73,8 @@ class ReferenceModel:
         self._names = names
 
     def request(self, num_tokens: int) -> HitRequest:
-        """Return the request for the prompt's first tokens. The caller has no pages itself."""
+        """Return the request for a hit in the prompt's first ``num_tokens`` tokens, of a caller without pages
+        of its own."""
         data = self._chain.token_bytes
         chain = LookupRequest(
             self._identities[0], SPEC.page_bytes, CHUNK, data, len(data), list(self._chain.keys)
@@ -92,13 +93,14 @@ class ReferenceModel:
         return [page_name(self.model.digest, b"page %d of the inputs" % page) for page in range(pages)]
 
     def page(self, group: int, end: int) -> bytes:
-        """Return the page of a group that ends at a token."""
+        """Return the bytes of the page of a group that ends at token ``end``."""
         seed = xxhash.xxh3_64_intdigest(f"{self._identities[group].digest!r} {self.tokens[:end]}".encode())
         return random.Random(seed).randbytes(SPEC.page_bytes)
 
     def save_some(self, tests: BackendTests, backend: Backend) -> list[set[int]]:
-        """Save a random prefix of the chain, and random pages of the other groups. Return where they end, by
-        group. A hit may end anywhere inside a page of the chain."""
+        """Save a random prefix of the chain, and random pages of the other groups. Return by group the tokens
+        at which a hit may end: any token of the chain's saved pages, and the ends of the other saved
+        pages."""
         saved = self._rng.choice([len(self.tokens), self._rng.randrange(len(self.tokens) + 1)])
         whole = saved // CHUNK
         request = self.request(len(self.tokens))
@@ -127,7 +129,7 @@ class ReferenceModel:
                 tests.save(backend, request.pages(group, ends), [self.page(at, end) for end in ends])
 
     def here(self, request: HitRequest, held: Sequence[set[int]]) -> list[set[int]]:
-        """Choose some pages that the caller has itself. Return where they end, by group."""
+        """Change ``request`` so that the caller has some pages of its own. Return their ends by group."""
         leading = self._rng.choice([0, 0, self._rng.randrange(len(self.tokens) // CHUNK + 1)])
         here = [set(range(1, leading * CHUNK + 1))]
         request.here = [leading * CHUNK]
@@ -152,7 +154,8 @@ class BackendTests:
     """The requirements for every backend."""
 
     shares_memory = True
-    """Whether pages are read in the backend's own memory, not in copies from another host."""
+    """Whether tests read pages in the backend's own memory, and not copies that were sent from another
+    host."""
 
     @pytest.fixture
     def open_backend(self) -> Iterator[OpenBackend]:
@@ -170,7 +173,7 @@ class BackendTests:
         backend.register(Registration(identity, SPEC.page_bytes, CHUNK))
         return backend
 
-    # -- the use of a backend ----------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------
 
     def reserve(
         self, backend: Backend, request: LookupRequest, first: int, count: int, **options: object
@@ -180,7 +183,7 @@ class BackendTests:
         return reservation
 
     def write(self, backend: Backend, reservation: Reservation, content: Sequence[bytes]) -> dict[int, int]:
-        """Write the pages of ``content`` that are wanted. Return their checksums."""
+        """Write the reserved pages of ``content``. Return their checksums by position."""
         wanted = [content[position] for position in reservation.positions]
         if reservation.addresses is None:
             frames = [memoryview(page) for page in wanted]
@@ -204,7 +207,7 @@ class BackendTests:
         return lease
 
     def read(self, backend: Backend, lease: Lease, first: int, count: int) -> list[bytes]:
-        """Return the bytes of the leading pages that can be located."""
+        """Return the bytes of pages of a lease, up to the first page that cannot be located."""
         located = backend.locate(lease, first, count, wait_s=_WAIT_S).wait(_WAIT_S)
         if located is None:
             return []
@@ -219,8 +222,8 @@ class BackendTests:
     def test_the_longest_hit_of_all_groups_is_leased_exactly(
         self, backend: Backend, identity: Identity
     ) -> None:
-        """Compare with :func:`~tierstore.groups.longest_of_pages` for random held pages: below HBM, in memory
-        or only on disk, and in the caller."""
+        """Compare hits with :func:`~tierstore.groups.longest_of_pages`, for random pages that are in the host
+        tier, only on disk, or held by the caller."""
         rng = random.Random(7)
         for round_ in range(24):
             model = ReferenceModel(identity, rng, round_)
@@ -289,7 +292,7 @@ class BackendTests:
         assert list(reservation.positions) == [0, 1, 2, 3, 4]
         assert self.find(backend, request).tokens == 0
         checksums = self.write(backend, reservation, content)
-        del checksums[3]  # given up, so nothing behind it can be found
+        del checksums[3]  # page 3 is not committed, so no page behind it can be found
         assert backend.commit(reservation, checksums).wait(_WAIT_S) == 4
         lease = self.find(backend, request)
         assert lease.tokens == 3 * CHUNK
@@ -303,14 +306,14 @@ class BackendTests:
         expected = backend.expect(whole, wait_s=_WAIT_S / 4)
         parts = [(0, 1), (1, 1), (2, len(content) - 2)]
         reserved = [self.reserve(backend, request, *part) for part in parts]
-        for part in (2, 0, 1):  # the last one overtakes the others
+        for part in (2, 0, 1):  # the last part is committed first
             assert not expected.done
             first, count = parts[part]
             checksums = self.write(backend, reserved[part], content[first : first + count])
             assert backend.commit(reserved[part], checksums).wait(_WAIT_S) == count
         expected.wait(_WAIT_S)
         assert expected.state is TransferState.DONE
-        assert backend.expect(whole, wait_s=_WAIT_S).wait(_WAIT_S) is None  # they are there
+        assert backend.expect(whole, wait_s=_WAIT_S).wait(_WAIT_S) is None  # the pages are already stored
         lease = self.find(backend, whole)
         assert lease.tokens == whole.num_tokens
         backend.release(lease)
@@ -342,7 +345,7 @@ class BackendTests:
     def test_pages_that_are_being_written_are_waited_for(
         self, backend: Backend, identity: Identity, committed: bool
     ) -> None:
-        """A waiting reservation counts them as saved once they are committed. If they are aborted, the
+        """If the pages are committed, a waiting reservation counts them as stored. If they are aborted, the
         waiting client has to write them."""
         request, content = request_of(identity, TOKENS), pages_of(TOKENS)
         writing = self.reserve(backend, request.cut(3 * CHUNK), 0, 3)
@@ -455,7 +458,7 @@ class BackendTests:
         wait_until(lambda: self.find_nothing(backend, request))
 
     def find_nothing(self, backend: Backend, request: LookupRequest) -> bool:
-        """Return whether nothing of a prompt is left after evicting everything that may leave."""
+        """Evict all evictable pages. Return whether no page of the prompt is left."""
         backend.flush(_WAIT_S)
         for tier in ("host", "disk"):
             backend.evict(tier, None)

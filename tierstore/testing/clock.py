@@ -1,4 +1,4 @@
-"""Time in tests: a clock that the test advances, and waiting for other threads or processes."""
+"""A clock that tests advance, and a function that waits for other threads or processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _GIVE_UP_S = 120.0  # a test that waits this long has failed, even on a busy mac
 
 
 def wait_until(condition: Callable[[], object]) -> None:
-    """Return when ``condition()`` is true. Raise :class:`AssertionError` if it does not become true."""
+    """Wait until ``condition()`` is true. Raise :class:`AssertionError` after ``_GIVE_UP_S`` seconds."""
     give_up = time.monotonic() + _GIVE_UP_S
     while not condition():
         assert time.monotonic() < give_up, f"did not become true within {_GIVE_UP_S:.0f} s"
@@ -17,7 +17,8 @@ def wait_until(condition: Callable[[], object]) -> None:
 
 
 class ManualClock:
-    """A replacement of ``time.monotonic``. Call it for the time in seconds, and ``advance`` it."""
+    """A replacement for ``time.monotonic``: a call returns the time in seconds, which only :meth:`advance`
+    changes."""
 
     def __init__(self, now: float = 0.0) -> None:
         self.now = now

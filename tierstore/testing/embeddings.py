@@ -1,5 +1,5 @@
-"""The conformance suites for embeddings and for cross attention, for the same stores as
-:class:`~tierstore.testing.store.StoreTests`. Use them in the same way::
+"""The conformance suites of stores for embeddings and for cross attention. Use them like
+:class:`~tierstore.testing.store.StoreTests`::
 
     class TestMine(EmbeddingTests):
         @pytest.fixture
@@ -27,7 +27,7 @@ from tierstore.testing.layouts import CHUNK, FULL, WINDOW, Layout
 from tierstore.testing.store import OpenStore, StoreFixtures, new_identity
 
 EMBEDDING = Layout("embedding", KVSpec.embedding(width=128, dtype="float32", rows=16))
-"""Pages of 8 KiB for 16 rows of 128 numbers."""
+"""An embedding whose pages have 8 KiB: 16 rows of 128 numbers."""
 
 _CROSS = LayerGroup(LayerKind.CROSS_ATTENTION, (5, 6), 1, 32)
 CROSSED = (
@@ -37,14 +37,14 @@ CROSSED = (
 """Models with cross attention, whose pages have 8 KiB for 16 tokens or 16 rows."""
 
 SPEC = EMBEDDING.spec
-ROWS = 70  # four full pages, and six rows on the fifth
+ROWS = 70  # four full pages, and a fifth page with six rows
 PAGES = CROSS_PAGES = 5
 _WAIT_S = 30.0
 _inputs = itertools.count()
 
 
 def content(number: int) -> bytes:
-    """Return the digest of an input."""
+    """Return the digest of input ``number``, which stands for an image, for example."""
     return hashlib.sha256(f"input {number}".encode()).digest()
 
 
@@ -63,7 +63,7 @@ def rows_of(digest: bytes, rows: int) -> list[bytes]:
 
 
 def save(store: Store, digest: bytes, rows: int = ROWS, *, pages: slice = slice(None)) -> int:
-    """Save pages of an input's embedding. Return how many are stored."""
+    """Save pages of an input's embedding. Return the number of stored pages."""
     kept = range(-(-rows // SPEC.chunk_tokens))[pages]
     data = rows_of(digest, rows)[pages]
     saved = store.save(store.embedding(digest, rows), data, first=kept.start).wait(_WAIT_S)
@@ -71,7 +71,7 @@ def save(store: Store, digest: bytes, rows: int = ROWS, *, pages: slice = slice(
 
 
 def load(store: Store, image: Prompt, *, deadline_s: float | None = None) -> list[bytes]:
-    """Return the pages that the store has of an input's embedding."""
+    """Load an input's embedding from the store. Return the loaded pages."""
     hit = store.lookup(image)
     into = [bytearray(SPEC.page_bytes) for _ in range(hit.num_pages)]
     loaded = store.load(hit, into, deadline_s=deadline_s).wait(_WAIT_S)
@@ -114,7 +114,7 @@ class EmbeddingTests(StoreFixtures):
         assert load(images, image) == rows_of(digest, ROWS)
 
     def test_nothing_else_is_found(self, open_store: OpenStore) -> None:
-        """Another input, another number of rows, another processor, other weights, another tenant."""
+        """Look up another input, and the same input with other rows, processor, weights or tenant."""
         identity, digest = new_identity(SPEC), new_content()
         images = open_store(EMBEDDING, identity=identity)
         save(images, digest)
@@ -237,7 +237,7 @@ class EmbeddingTests(StoreFixtures):
                     saved[number] = True
                 elif what == "evict":
                     images.evict("host", pages)
-                    saved = dict.fromkeys(saved, False)  # some of them have lost a page
+                    saved = dict.fromkeys(saved, False)  # each of them may have lost a page
                 else:
                     found = load(images, images.embedding(digest, rows))
                     assert found in ([], rows_of(digest, rows))
@@ -263,7 +263,7 @@ class CrossAttentionTests(StoreFixtures):
         save_crossed(store, crossed, prompt, tokens)
         assert load_crossed(store, prompt, tokens) == len(tokens)
         assert load_crossed(store, prompt, tokens, 32) == 32
-        with store.lookup(prompt, max_tokens=16) as hit:  # ends before the first input
+        with store.lookup(prompt, max_tokens=16) as hit:  # the hit ends before the first input
             assert hit.tokens == 16
             assert not hit.chunks(crossed.groups[-1].number)
 
@@ -326,20 +326,20 @@ class CrossAttentionTests(StoreFixtures):
 
 
 def prompt_with(store: Store, one: bytes, other: bytes) -> tuple[Prompt, list[int]]:
-    """Return a prompt of 55 tokens with inputs at tokens 20 and 40, and its tokens."""
+    """Return a prompt of 55 tokens, with inputs at tokens 20 and 40, and its list of tokens."""
     tokens = [int.from_bytes(one[:3], "big"), *range(54)]
     return store.prompt(tokens, inputs=[PromptInput(20, one, ROWS), PromptInput(40, other, ROWS)]), tokens
 
 
 def cross_pages(prompt: Prompt) -> list[bytes]:
-    """Return the pages of a prompt's inputs, each of 8 KiB."""
+    """Return the pages of all inputs of a prompt. A page has 8 KiB."""
     return [page for each in prompt.inputs for page in rows_of(each.content, each.rows)]
 
 
 def save_crossed(
     store: Store, layout: Layout, prompt: Prompt, tokens: list[int], *, inputs: slice = slice(None)
 ) -> None:
-    """Save all pages of a prompt; ``inputs`` are those of its inputs."""
+    """Save all pages of a prompt's tokens, and the slice ``inputs`` of the pages of its inputs."""
     for group in layout.groups:
         crosses = group.rule.past is Past.CROSS
         data = cross_pages(prompt)[inputs] if crosses else layout.pages_of(tokens, group.number)
@@ -349,7 +349,7 @@ def save_crossed(
 
 
 def load_crossed(store: Store, prompt: Prompt, tokens: list[int], limit: int | None = None) -> int:
-    """Load a hit and compare the pages of its inputs. Return its length."""
+    """Load a prompt's hit and check the loaded pages of its inputs. Return the number of loaded tokens."""
     hit = store.lookup(prompt, max_tokens=limit)
     into = [[bytearray(group.page_bytes) for _ in hit.chunks(group.number)] for group in store.groups]
     loaded = store.load(hit, into).wait(_WAIT_S)

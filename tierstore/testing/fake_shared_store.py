@@ -1,19 +1,19 @@
-"""A shared store for tests: objects are files of a directory, so several hosts' agents share it.
-``fake:///PATH``.
+"""A shared store for tests, at the address ``fake:///PATH``. An object is a file in the directory ``PATH``,
+so the agents of several hosts in a test share it.
 
-``PATH/.faults.json`` has its faults. Every call reads it::
+Every call reads the faults to simulate from ``PATH/.faults.json``::
 
-    {"slow_s": 0.1}            every call takes this long
+    {"slow_s": 0.1}            every call takes this many seconds
     {"hang": true}             calls do not return while this is set
-    {"late_s": 2.0}            a get fails at once, and writes the bytes this much later
+    {"late_s": 2.0}            a get fails at once, and writes the bytes this many seconds later
     {"flip": true}             a get returns each object with one wrong byte
     {"tear": true}             a get silently omits the second half of each object
     {"short": true}            a get returns objects that are too short
     {"swap": true}             a get of two objects exchanges them
     {"refuse": true}           calls fail
-    {"broken": true}           a put raises an error that no shared store should raise
-    {"full": true}             there is no room
-    {"crash": true}            the process ends in the middle of a get
+    {"broken": true}           a put raises an error of an unexpected type
+    {"full": true}             a put stores nothing
+    {"crash": true}            a get kills the process
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOOK_S = 0.01
 
 
 class FakeSharedStore(SharedStore):
-    """A shared store of files. Thread-safe."""
+    """A shared store whose objects are files. Thread-safe."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -98,7 +98,7 @@ class FakeSharedStore(SharedStore):
         self._path(name).unlink(missing_ok=True)
 
     def used(self, names: Sequence[str]) -> None:
-        """Do nothing."""
+        """Do nothing: this store does not count uses."""
 
     def _path(self, name: str) -> Path:
         return self._directory / name.replace(":", "-")
@@ -125,7 +125,7 @@ class FakeSharedStore(SharedStore):
 
 
 def set_faults(directory: Path, **faults: Any) -> None:
-    """Set these faults, and no others."""
+    """Simulate these faults, and no others, from now on."""
     begun = directory / ".faults.new"
     begun.write_text(json.dumps(faults))
     begun.rename(directory / ".faults.json")

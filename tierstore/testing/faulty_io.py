@@ -1,11 +1,11 @@
-"""System calls that fail, fall short, lie or hang, below the real disk tier.
+"""File operations of the disk tier with injected faults: errors, short transfers, wrong data and hangs.
 
-A :class:`FaultyIO` replaces :class:`~tierstore.tiers.disk.FileIO`, passes every call on, and logs it. A
-:class:`Fault` selects calls and their effect. Any number of faults may be set; the first match applies::
+A :class:`FaultyIO` replaces :class:`~tierstore.tiers.disk.FileIO`. It logs every call and forwards it. A
+:class:`Fault` selects calls and changes what they do. If several faults match a call, the first one applies::
 
     io = FaultyIO()
     io.set(Fault(lambda call: call.kind == "pwritev", Fail(errno.ENOSPC), times=1))
-    store = open_store(path, spec, io=io)  # of tierstore.testing.opening
+    store = open_store(path, spec, io=io)  # from tierstore.testing.opening
 """
 
 from __future__ import annotations
@@ -24,38 +24,38 @@ _BLOCK = 4096
 
 @dataclass(frozen=True, slots=True)
 class IoCall:
-    """One call. ``offset`` and ``nbytes`` are 0 if the call has none."""
+    """A logged call. ``offset`` and ``nbytes`` are 0 if the call has no such arguments."""
 
-    number: int  # from 0, in the order of their beginnings
-    kind: str  # the name of the FileIO method
+    number: int  # counted from 0, in the order in which the calls began
+    kind: str  # name of the FileIO method
     path: Path
     offset: int = 0
     nbytes: int = 0
 
 
 class Effect:
-    """The effect of a fault on a call. This base class has none."""
+    """The effect of a fault on a call. The base class has no effect."""
 
     skips = False  # whether the call reports success but does nothing
 
     def begin(self) -> None:
-        """Run before the call. May raise :class:`OSError` instead of the call, or wait."""
+        """Run before the call. May wait, or raise :class:`OSError` to make the call fail."""
 
     def aim(self, offset: int) -> int:
-        """Return where a read or write really goes."""
+        """Return the offset at which a transfer for ``offset`` happens."""
         return offset
 
     def cut(self, nbytes: int) -> int:
-        """Return how many bytes are transferred."""
+        """Return how many bytes of a transfer of ``nbytes`` happen."""
         return nbytes
 
     def change(self, data: memoryview) -> None:
-        """Change the data that was read, or a copy of the data to write."""
+        """Change, in place, the data that was read or a copy of the data to write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fail(Effect):
-    """The call fails with an error number."""
+    """The call fails with the error number ``code``."""
 
     code: int
 
@@ -64,8 +64,7 @@ class Fail(Effect):
 
 
 class Short(Effect):
-    """A transfer ends after half of its bytes, rounded to whole blocks, because O_DIRECT can only do
-    these."""
+    """A transfer ends after half of its bytes, rounded to whole blocks, as O_DIRECT requires."""
 
     def cut(self, nbytes: int) -> int:
         return min(max(nbytes // 2 // _BLOCK * _BLOCK, _BLOCK), nbytes)
@@ -73,7 +72,7 @@ class Short(Effect):
 
 @dataclass(frozen=True, slots=True)
 class FlipBit(Effect):
-    """One bit of a transfer is wrong: bit ``bit``, modulo the size of the transfer."""
+    """One bit of the transferred data is wrong: bit ``bit`` modulo the size of the transfer."""
 
     bit: int
 
@@ -85,8 +84,7 @@ class FlipBit(Effect):
 
 @dataclass(frozen=True, slots=True)
 class Misdirect(Effect):
-    """A transfer goes to an offset that is wrong by ``shift`` bytes (to 0 if that is before the file's
-    beginning)."""
+    """A transfer happens at an offset that is wrong by ``shift`` bytes, but never before the file's start."""
 
     shift: int
 
@@ -95,13 +93,13 @@ class Misdirect(Effect):
 
 
 class Lose(Effect):
-    """The call reports success and does nothing: a write or a sync without effect."""
+    """The call does nothing and reports success."""
 
     skips = True
 
 
 class Stall(Effect):
-    """The call hangs until :meth:`release`, like a disk that does not answer any more."""
+    """The call hangs until :meth:`release`, as if the disk did not answer."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -122,11 +120,11 @@ class Fault:
     when: Callable[[IoCall], bool]
     effect: Effect
     times: int | None = None
-    hits: int = 0  # how often it was applied
+    hits: int = 0  # how often the fault was applied
 
 
 class FaultyIO(FileIO):
-    """Passes calls on to ``inner``, changed by the faults. Thread-safe."""
+    """Forwards calls to ``inner``, with the effects of the faults. Thread-safe."""
 
     def __init__(self, inner: FileIO | None = None) -> None:
         self._inner = inner or FileIO()
@@ -136,7 +134,7 @@ class FaultyIO(FileIO):
         self.calls: list[IoCall] = []
 
     def set(self, *faults: Fault) -> None:
-        """Set these faults, and no others."""
+        """Replace all faults by these."""
         with self._lock:
             self._faults = list(faults)
 
@@ -145,7 +143,7 @@ class FaultyIO(FileIO):
         self.set()
 
     def path_of(self, fd: int) -> Path:
-        """Return the file that ``fd`` was opened for."""
+        """Return the path with which ``fd`` was opened."""
         return self._paths[fd]
 
     # -- FileIO --------------------------------------------------------------------------------------
@@ -176,7 +174,7 @@ class FaultyIO(FileIO):
             return _size(buffers)
         views = _head(buffers, effect.cut(_size(buffers)))
         if type(effect).change is not Effect.change:
-            copy = memoryview(mmap.mmap(-1, _size(views)))  # aligned, as O_DIRECT requires
+            copy = memoryview(mmap.mmap(-1, _size(views)))  # page-aligned memory, as O_DIRECT requires
             copy[:] = b"".join(views)
             effect.change(copy)
             views = [copy]
@@ -223,7 +221,7 @@ class FaultyIO(FileIO):
             self._inner.sync_directory(path)
 
     def _begin(self, kind: str, path: Path, offset: int = 0, nbytes: int = 0) -> Effect:
-        """Log a call and begin its effect. Raise :class:`OSError` if the call has to fail."""
+        """Log a call, begin the effect of a matching fault, and return the effect."""
         with self._lock:
             call = IoCall(len(self.calls), kind, path, offset, nbytes)
             self.calls.append(call)
@@ -258,7 +256,7 @@ def _head(buffers: Sequence[memoryview], nbytes: int) -> list[memoryview]:
 
 
 def _scatter(data: bytearray, views: Sequence[memoryview]) -> None:
-    """Copy ``data`` back to the ``views`` from which it was gathered."""
+    """Copy ``data`` to the memory of ``views``, one after the other."""
     at = 0
     for view in views:
         part = data[at : at + view.nbytes]

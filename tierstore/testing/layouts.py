@@ -1,5 +1,5 @@
-"""Models with one layer group and with several, for the conformance suites: the pages that an engine would
-save and load, and the expected hits.
+"""Models with one layer group or several, for the conformance suites, with the page bytes and hits that the
+suites expect.
 
 >>> from tierstore.testing.layouts import LAYOUTS
 >>> [layout.name for layout in LAYOUTS]
@@ -31,7 +31,7 @@ ByGroup: TypeAlias = "list[list[bytes]]"
 
 @dataclass(frozen=True)
 class Layout:
-    """A model whose pages have 8 KiB in each group, for 16 tokens."""
+    """A model whose pages have 8 KiB for 16 tokens in each layer group."""
 
     name: str
     spec: KVSpec
@@ -45,27 +45,27 @@ class Layout:
 
     @property
     def single(self) -> bool:
-        """Whether there is only one group: then hits may end at any token."""
+        """Whether the model has only one layer group. Then a hit may end at any token."""
         return len(self.groups) == 1
 
     @property
     def chunk_bytes(self) -> int:
-        """The bytes of one chunk's pages in all groups."""
+        """The bytes of the pages of one chunk, in all groups together."""
         return sum(group.page_bytes for group in self.groups)
 
     def pools(self, count: int) -> tuple[PagePool, ...]:
-        """Return pools with room for ``count`` pages of each group."""
+        """Return HBM pools, one for each group, with room for ``count`` pages each."""
         return open_pools(self.spec, bytes_for(self.spec.split(), [count] * len(self.groups)))
 
     # -- pages -------------------------------------------------------------------------------------------
 
     def pages_of(self, tokens: Sequence[int], group: int = 0) -> list[bytes]:
-        """Return the page of each chunk, including an incomplete last one."""
+        """Return the bytes of a group's page for each chunk. The last chunk may be incomplete."""
         return pages.pages_of(tokens, self.groups[group].spec)
 
     def hit_of(self, same: int, saved: int) -> int:
-        """Return the hit of a prompt that shares its first ``same`` tokens with a saved prompt of ``saved``
-        tokens."""
+        """Return the expected hit of a prompt that shares its first ``same`` tokens with a saved prompt of
+        ``saved`` tokens."""
         return same if self.single or same == saved else same // CHUNK * CHUNK
 
     def chunks(self, tokens: int) -> list[range]:
@@ -77,7 +77,7 @@ class Layout:
         return sum(map(len, self.chunks(tokens)))
 
     def right(self, tokens: Sequence[int], count: int) -> ByGroup:
-        """Return the expected bytes of a load of the first ``count`` tokens."""
+        """Return the expected bytes, by group, of a load of the first ``count`` tokens."""
         found = []
         for group in self.groups:
             content = self.pages_of(tokens[:count], group.number)
@@ -87,8 +87,8 @@ class Layout:
     def _matched(
         self, group: Group, chunks: Iterable[int], by_chunk: Sequence[bytes], tokens: int
     ) -> list[bytes]:
-        """Return the bytes that a hit of ``tokens`` guarantees: those of the last page only up to the match's
-        end."""
+        """Return the pages of a hit of ``tokens`` tokens. The last page is cut at the end of the hit, because
+        a store guarantees no bytes behind it."""
         counts = {chunk: min(tokens - chunk * CHUNK, CHUNK) for chunk in chunks}
         return [pages.leading_tokens(by_chunk[chunk], count, group.spec) for chunk, count in counts.items()]
 
@@ -97,11 +97,11 @@ class Layout:
     def start_save(
         self, store: Store, prompt: Prompt | Sequence[int], content: Sequence[Sequence[Any]], **options: Any
     ) -> list[Transfer[int]]:
-        """Start saving these pages of every group."""
+        """Start to save the pages ``content[group]`` of every group."""
         return [store.save(prompt, each, group=group, **options) for group, each in enumerate(content)]
 
     def save(self, store: Store, tokens: Sequence[int], **options: Any) -> int:
-        """Save all pages of a prompt. Return how many tokens all groups have stored."""
+        """Save all pages of a prompt. Return the number of tokens that every group has stored."""
         return self.save_prompt(store, tokens, tokens, **options)
 
     def save_prompt(
@@ -114,14 +114,15 @@ class Layout:
         stop: int | None = None,
         **options: Any,
     ) -> int:
-        """Save chunks ``first … stop`` of a prompt of these tokens."""
+        """Save the chunks from ``first`` up to ``stop`` of a prompt, with the page bytes of ``tokens``."""
         content = [self.pages_of(tokens, group.number)[first:stop] for group in self.groups]
         saves = self.start_save(store, prompt, content, first=first, **options)
         return min([save.wait(_WAIT_S) for save in saves])
 
     def compute(self, store: Store, tokens: Sequence[int]) -> tuple[list[list[int]], int]:
-        """Act as an engine: compute a prompt in HBM pages and save them. Return the pages, which the caller
-        owns, and the number of tokens that all groups have stored."""
+        """Act as an engine: allocate HBM pages, write a prompt's bytes to them and save them. Return the
+        pages by group, which the caller must release, and the number of tokens that every group has
+        stored."""
         owned, stored = [], []
         prompt = store.prompt(tokens)
         for group in self.groups:
@@ -135,30 +136,31 @@ class Layout:
         return owned, min(stored)
 
     def write_hbm(self, store: Store, group: int, hbm_pages: Sequence[int], content: Sequence[bytes]) -> None:
-        """Write these bytes to these pages of a pool."""
+        """Write ``content`` to pages of a group's pool."""
         for page, data in zip(hbm_pages, content, strict=True):
             store.pools[group].array[page] = np.frombuffer(data, np.uint8)
 
     # -- loading -----------------------------------------------------------------------------------------
 
     def buffers(self, hit: Hit) -> list[list[bytearray]]:
-        """Return buffers for the pages of a hit."""
+        """Return new buffers for the pages of a hit, by group."""
         return [[bytearray(group.page_bytes) for _ in hit.chunks(group.number)] for group in self.groups]
 
     def start_load(
         self, store: Store, hit: Hit, buffers: Sequence[Sequence[bytearray]], **options: Any
     ) -> Transfer[Loaded]:
-        """Start loading a hit into these buffers."""
+        """Start to load a hit into buffers."""
         return store.load(hit, buffers[0] if self.single else buffers, **options)
 
     def load(self, store: Store, hit: Hit, **options: Any) -> tuple[int, ByGroup]:
-        """Load a hit into new buffers. Return the number of loaded tokens and their bytes."""
+        """Load a hit into new buffers. Return the number of loaded tokens, and the pages' bytes by group."""
         buffers = self.buffers(hit)
         loaded = self.start_load(store, hit, buffers, **options).wait(_WAIT_S)
         return loaded.tokens, self.came(hit.tokens, loaded.tokens, buffers)
 
     def came(self, asked: int, tokens: int, buffers: Sequence[Sequence[bytearray]]) -> ByGroup:
-        """Return the loaded bytes after a load of ``asked`` tokens that loaded ``tokens``."""
+        """Return the loaded bytes by group, after a load of a hit of ``asked`` tokens that loaded
+        ``tokens``."""
         found = []
         for group, into in zip(self.groups, buffers, strict=True):
             first = group.chunks(asked).start
@@ -167,7 +169,7 @@ class Layout:
         return found
 
     def read_hbm(self, store: Store, loaded: Loaded) -> ByGroup:
-        """Return the bytes that a load into HBM has loaded."""
+        """Return the bytes, by group, that a load into HBM has loaded."""
         found = []
         for group, part in zip(self.groups, loaded.groups, strict=True):
             chunks = range(part.first, part.first + len(part.pages))
@@ -177,16 +179,16 @@ class Layout:
         return found
 
     def release(self, store: Store, owned: Sequence[Sequence[int]]) -> None:
-        """Release HBM pages of every group."""
+        """Release the HBM pages ``owned[group]`` of every group."""
         for group, hbm_pages in enumerate(owned):
             store.release_hbm(hbm_pages, group=group)
 
     def release_loaded(self, store: Store, loaded: Loaded) -> None:
-        """Release the pages of a load."""
+        """Release the HBM pages of a load."""
         self.release(store, [part.pages for part in loaded.groups])
 
     def room(self, store: Store) -> list[int]:
-        """Return the number of pages that each group could allocate."""
+        """Return the number of HBM pages that can be allocated, by group."""
         return [store.available_hbm(group=group.number) for group in self.groups]
 
 

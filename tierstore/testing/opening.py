@@ -1,4 +1,4 @@
-"""Stores with injected I/O faults and a clock of the test."""
+"""Functions that open stores with injected I/O faults and with a clock that the test controls."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def open_store(
     clock: Callable[[], float] = time.monotonic,
     **options: Any,
 ) -> Store:
-    """Like :func:`tierstore.open`, with ``io`` for all file operations and ``clock`` as the time."""
+    """Open a store like :func:`tierstore.open`, with ``io`` for all file operations and with ``clock``."""
     page_pools = checked_pools(spec, pools)
     core = open_core(
         path,
@@ -75,7 +75,7 @@ def connect_store(
     reach: Callable[[Pin], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Store:
-    """Like :func:`tierstore.connect`, with ``clock`` as the time of leases."""
+    """Open a store like :func:`tierstore.connect`, with ``clock`` for the ends of leases."""
     page_pools = checked_pools(spec, pools)
     identity = identity or Identity.of(spec, model="default")
     first, of_first = groups_of(spec)[0], identity.groups[0]

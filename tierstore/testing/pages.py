@@ -1,4 +1,4 @@
-"""Page bytes that identify their tokens, for tests that compare every byte from a store."""
+"""Page bytes that identify their tokens, for tests that compare every loaded byte."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from tierstore.spec import KVSpec
 
 
 def page_of(tokens: TokenIds, spec: KVSpec) -> bytes:
-    """Return the bytes that a model would compute for the last chunk of ``tokens``. The bytes of each token
-    depend on all tokens up to it and on none after it."""
-    if not spec.groups[0].head_dim:  # a state covers all tokens up to its end
+    """Return the page of the last chunk of ``tokens``. As in a real model, the bytes of a token depend on all
+    tokens up to it and on none after it."""
+    if not spec.groups[0].head_dim:  # a recurrent state depends on all tokens up to its end
         digest = xxhash.xxh3_128_digest(np.asarray(tokens, np.uint32).tobytes())
         return digest * (spec.page_bytes // len(digest))
     start = (len(tokens) - 1) // spec.chunk_tokens * spec.chunk_tokens
@@ -26,7 +26,7 @@ def page_of(tokens: TokenIds, spec: KVSpec) -> bytes:
 
 
 def leading_tokens(page: bytes, count: int, spec: KVSpec) -> bytes:
-    """Return the bytes of a page's first ``count`` tokens, or a whole state."""
+    """Return the bytes of a page's first ``count`` tokens; of a recurrent state, the whole page."""
     if not spec.groups[0].head_dim:
         return page
     row_bytes = spec.groups[0].head_dim * spec.dtype_bytes

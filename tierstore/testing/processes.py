@@ -1,4 +1,4 @@
-"""Daemons in separate processes, for tests, and free ports for them."""
+"""Daemons in processes of their own, for tests, and free ports for them."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ def free_port() -> int:
 
 
 class Process(Protocol):
-    """A running program, as :class:`subprocess.Popen` is one."""
+    """A running program, for example a :class:`subprocess.Popen`."""
 
     @property
     def pid(self) -> int: ...
 
     def wait(self, timeout: float | None = None) -> int:
-        """Wait for its end. Returns the exit code, negative for a signal."""
+        """Wait for the end of the program. Return its exit code; after a signal, minus the signal's
+        number."""
         ...
 
     def poll(self) -> int | None:
-        """Return the exit code, or None while it runs."""
+        """Return the exit code, or None while the program runs."""
         ...
 
     def terminate(self) -> None:
@@ -43,10 +44,11 @@ class Process(Protocol):
 
 
 class DaemonProcess:
-    """``python -m tierstore.daemon`` at the socket ``s`` in ``directory``, which must have a short path.
+    """A process ``python -m tierstore.daemon`` that listens at the unix socket ``s`` in ``directory``. The
+    path of ``directory`` must be short.
 
-    The constructor does not start it. ``options`` are flags of ``tierstore serve``, and ``listen`` are
-    further addresses. With ``disk`` it keeps pages in ``directory/disk``.
+    The constructor does not start the process. ``options`` are flags of ``tierstore serve``, and ``listen``
+    are further addresses. With ``disk`` the daemon has a disk tier in ``directory/disk``.
 
     Example::
 
@@ -75,13 +77,13 @@ class DaemonProcess:
 
     @staticmethod
     def spawn(module: str, arguments: Sequence[str], output: int | None = None) -> Process:
-        """Start ``python -m module``. ``output`` is a descriptor for stdout and stderr, None for this
-        process's own. Replace it to start all daemons in another way."""
+        """Start ``python -m module``. ``output`` is the descriptor for stdout and stderr (None: those of this
+        process). Tests may replace this method to start all daemons in another way."""
         command = [sys.executable, "-m", module, *arguments]
         return subprocess.Popen(command, stdout=output, stderr=output)
 
     def start(self) -> DaemonProcess:
-        """Start it without waiting until it serves."""
+        """Start the daemon without waiting until it listens."""
         self.process = self.spawn("tierstore.daemon", self.options)
         return self
 
@@ -91,14 +93,14 @@ class DaemonProcess:
         os.kill(self.process.pid, number)
 
     def kill(self) -> None:
-        """Kill it with SIGKILL and wait until it is gone. Does nothing if it is not running."""
+        """Send SIGKILL and wait until the process has ended. Do nothing if the daemon is not running."""
         if self.process is not None:
             self.process.kill()
             self.process.wait(_END_S)
             self.process = None
 
     def end(self) -> None:
-        """End it with SIGTERM, which writes waiting pages first. Does nothing if it is not running."""
+        """Send SIGTERM and wait until the daemon has ended in order. Do nothing if it is not running."""
         if self.process is not None:
             self.process.terminate()
             self.process.wait(_END_S)

@@ -1,6 +1,6 @@
 """The conformance suite for stores: any :class:`~tierstore.Store` that passes it can serve an engine.
 
-Subclass :class:`StoreTests` and define how a store is opened. pytest finds the inherited tests::
+Subclass :class:`StoreTests` and override its fixture ``open_store``. pytest runs the inherited tests::
 
     class TestMine(StoreTests):
         @pytest.fixture
@@ -50,7 +50,7 @@ from tierstore.testing.layouts import LAYOUTS, ByGroup, Layout
 from tierstore.testing.store_machine import StoreMachine
 
 SPEC = KVSpec.uniform(layers=2, kv_heads=1, head_dim=32, dtype="float32", chunk_tokens=16)
-"""Pages of 8 KiB for 16 tokens."""
+"""A model whose pages have 8 KiB for 16 tokens."""
 
 CHUNK = SPEC.chunk_tokens
 TOKENS = list(range(100, 170))  # four full chunks and six tokens
@@ -59,12 +59,12 @@ _names = itertools.count()
 
 
 class OpenStore(Protocol):
-    """Opens an empty store for a model of these layer groups, and closes it after the test.
+    """Opens an empty store for the layer groups of ``layout``, and closes it after the test.
 
-    No other store has used ``identity``. The host tier has room for exactly ``host_chunks`` chunks with the
-    pages of all groups. ``disk`` says whether there is a disk tier below it, with room for at least 256
-    chunks. A lookup holds its pages for ``lease_s`` seconds. The store may share the host tier with earlier
-    stores that hold no pages.
+    No other store has used ``identity``. The host tier has room for the pages of exactly ``host_chunks``
+    chunks in all groups. With ``disk``, the store also has a disk tier with room for at least 256 chunks. A
+    lookup leases its pages for ``lease_s`` seconds. The host tier may be one that earlier stores have used,
+    if no page in it is leased or pinned.
     """
 
     def __call__(
@@ -80,7 +80,7 @@ class OpenStore(Protocol):
 
 
 def new_identity(spec: KVSpec = SPEC, **fields: str) -> Identity:
-    """Return an identity without saved pages."""
+    """Return an identity that no test has used."""
     return Identity.of(spec, model=f"conformance {next(_names)}", **fields)
 
 
@@ -115,7 +115,7 @@ class StoreFixtures:
 
 
 class VerbTests(StoreFixtures):
-    """Finding, loading and saving, and their counts and errors."""
+    """Tests of lookups, loads and saves, with their counters and errors."""
 
     # -- finding and loading -------------------------------------------------------------------------
 
@@ -212,7 +212,7 @@ class VerbTests(StoreFixtures):
             assert not cancelled or loaded.tokens == 0
             layout.release_loaded(store, loaded)
         wait_until(lambda: layout.room(store) == room)
-        wait_until(lambda: store.stats().open_hits == 0)  # a running copy holds its source until it ends
+        wait_until(lambda: store.stats().open_hits == 0)  # a running copy keeps its lease until it ends
         assert layout.load(store, store.lookup(tokens))[0] == len(tokens)
 
     def test_progress_counts_pages(self, store: Store, layout: Layout) -> None:
@@ -306,7 +306,7 @@ class VerbTests(StoreFixtures):
         assert wrong == []
         assert [store.lookup(tokens).tokens for tokens in prompts] == [104] * 4
 
-    # -- advice --------------------------------------------------------------------------------------
+    # -- sessions, forgetting and promises -----------------------------------------------------------
 
     def test_a_finished_session_counts_its_own_pages(self, store: Store, layout: Layout) -> None:
         shared = TOKENS[:32]
@@ -324,7 +324,7 @@ class VerbTests(StoreFixtures):
         prompt = Prompt(other, TOKENS, chunk_tokens=CHUNK)
         layout.save_prompt(store, prompt, TOKENS)
         assert store.flush(_WAIT_S)
-        assert store.lookup(TOKENS).tokens > 0  # its lease does not keep the pages
+        assert store.lookup(TOKENS).tokens > 0  # a forget also removes leased pages
         receipt = store.forget(model=identity.model)
         assert receipt is not None
         assert receipt.identities >= 1
@@ -362,7 +362,7 @@ class VerbTests(StoreFixtures):
         store.expect(TOKENS, Promise(64, 0.05)).wait(_WAIT_S)
         assert store.lookup(TOKENS).tokens == 32
 
-    # -- mistakes, seeing, ending --------------------------------------------------------------------
+    # -- wrong arguments, statistics, closing --------------------------------------------------------
 
     def test_bad_arguments_are_said_and_lose_nothing(self, store: Store, layout: Layout) -> None:
         layout.save(store, TOKENS)
@@ -432,7 +432,7 @@ class VerbTests(StoreFixtures):
 
 
 class TierTests(StoreFixtures):
-    """The tiers: capacity, kept pages, evicted pages, and loads from colder tiers."""
+    """Tests of the tiers: capacity, leases, pins, eviction, and loads from colder tiers."""
 
     # -- capacity, leases, pins ----------------------------------------------------------------------
 
@@ -453,12 +453,13 @@ class TierTests(StoreFixtures):
             with store.lookup(range(64)) as found:
                 return found.tokens == 64
 
-        # A daemon notices with a delay that an earlier client, whose leases fill the memory, has gone.
+        # The leases of an earlier test's client may still fill the memory: a daemon notices the end of a
+        # client with a delay.
         wait_until(saved)
         hit = store.lookup(range(64))
         assert hit.tokens == 64
         layout.save(store, range(1000, 1064))
-        # Saved pages may have been evicted since, for pages of another group.
+        # One group may have stored its pages, and they may have been evicted for pages of another group.
         with store.lookup(range(1000, 1064)) as other:
             assert other.tokens < 64
         assert layout.load(store, hit) == (64, layout.right(range(64), 64))
@@ -535,7 +536,7 @@ class TierTests(StoreFixtures):
         hit = store.lookup(tokens)
         assert hit.tokens == len(tokens)
         count, got = layout.load(store, hit)
-        assert count >= 4 * CHUNK or not layout.single  # a group without room shortens the hit to nothing
+        assert count >= 4 * CHUNK or not layout.single  # one group without room shortens the hit to 0
         assert got == layout.right(tokens, count)
 
     def test_a_hit_whose_own_end_fills_the_host_tier_loads_from_its_beginning(
@@ -557,7 +558,7 @@ class TierTests(StoreFixtures):
         tokens = list(range(CHUNK * 32))
         for first in range(0, 32, 4):
             prompt = tokens[: (first + 4) * CHUNK]
-            for group in layout.groups:  # pages that are not on disk yet may not be evicted
+            for group in layout.groups:  # a page that is not on disk yet is not evicted, so flush each time
                 content = layout.pages_of(prompt, group.number)[first:]
                 saved = store.save(prompt, content, first=first, group=group.number)
                 assert saved.wait(_WAIT_S) == 4 * CHUNK
@@ -673,12 +674,12 @@ class TierTests(StoreFixtures):
 
 
 class StoreTests(VerbTests, TierTests):
-    """The requirements for every store, for models with one layer group and with several. The module's
-    docstring shows how to use it."""
+    """The requirements for every store, for models with one layer group and with several. See the module's
+    docstring for an example."""
 
     @pytest.fixture
     def sequences(self) -> int:
-        """How many sequences of verbs are tried. Override it for a longer or a shorter search."""
+        """How many random sequences of calls are tried. Override this fixture to change the number."""
         return 25
 
     def test_any_sequence_of_verbs_agrees_with_a_dictionary(

@@ -1,6 +1,6 @@
-"""Any sequence of a store's verbs, beside a simple model of what the store must then hold.
+"""A test of random sequences of a store's methods, compared with a simple model of the stored pages.
 
-:class:`~tierstore.testing.store.StoreTests` runs it over each layout. Hypothesis chooses the sequences.
+:class:`~tierstore.testing.store.StoreTests` runs the test for each layout. Hypothesis chooses the sequences.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tierstore.testing.layouts import CHUNK, Layout
 
 _WAIT_S = 30.0
 
-# Prompts that share whole chunks, and parts of a chunk.
+# Some of these prompts share whole chunks, and some share a part of a chunk.
 PROMPTS: list[list[int]] = [
     [*range(40)],
     [*range(70)],
@@ -30,8 +30,9 @@ _prompts = st.sampled_from(range(len(PROMPTS)))
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """An empty store with pools, beside a simple model of it: for each layer group the prompts up to the end
-    of each held page, and the pins. The machine closes the store."""
+    """Calls methods of an initially empty store with HBM pools, and compares their results with a simple
+    model. The model is the set of stored pages of each layer group, where a page is represented by the prompt
+    up to the page's end, and the pins. The machine closes the store."""
 
     def __init__(self, store: Store, layout: Layout) -> None:
         super().__init__()
@@ -46,7 +47,7 @@ class StoreMachine(RuleBasedStateMachine):
     # -- the model -----------------------------------------------------------------------------------
 
     def expected(self, tokens: Sequence[int]) -> int:
-        """Return the longest hit that all groups can serve with the held pages."""
+        """Return the longest hit that all groups support with the stored pages."""
         branch = self.branch(tokens)
         _, named = by_kind(self.layout.groups)
         if not named:
@@ -60,7 +61,7 @@ class StoreMachine(RuleBasedStateMachine):
         return 0
 
     def branch(self, tokens: Sequence[int]) -> int:
-        """Return the number of leading tokens of a prompt whose chained pages are held."""
+        """Return the number of leading tokens of a prompt whose chained pages are stored."""
         held, whole = self.held[0], 0
         while whole + CHUNK <= len(tokens) and tuple(tokens[: whole + CHUNK]) in held:
             whole += CHUNK
@@ -73,7 +74,8 @@ class StoreMachine(RuleBasedStateMachine):
         return whole + best
 
     def note_saved(self, group: int, tokens: Sequence[int], first: int, count: int) -> int:
-        """Note saved chunks ``first … first + count``. Return the tokens that must be stored."""
+        """Record that ``count`` chunks from ``first`` on were saved. Return the number of tokens that the
+        store must report as stored."""
         held = self.held[group]
         if first and not self.layout.groups[group].named and tuple(tokens[: first * CHUNK]) not in held:
             return 0
@@ -112,8 +114,8 @@ class StoreMachine(RuleBasedStateMachine):
         self.own(owned, keep)
 
     def finds_room(self, count: int) -> bool:
-        """Return whether ``count`` pages of each group can be allocated. (``has_room_hbm`` may report too
-        much: a cached page cannot be evicted before a held page behind it.)"""
+        """Return whether ``count`` HBM pages of each group can be allocated. Try it, because ``has_room_hbm``
+        may count cached pages that cannot be evicted before a page behind them is released."""
         allocated = []
         for group in range(len(self.held)):
             hbm_pages = self.store.allocate_hbm(count, group=group)
@@ -180,7 +182,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert hit.prefetch().wait(_WAIT_S) == hit.tokens
 
     def whole_hit(self, tokens: Sequence[int]) -> int:
-        """Return the longest hit of whole chunks."""
+        """Return the longest hit that ends at the end of a chunk."""
         whole = self.expected(tokens[: len(tokens) // CHUNK * CHUNK])
         return whole if whole % CHUNK == 0 else self.whole_hit(tokens[:whole])
 
@@ -203,7 +205,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 30))
     def evict_host(self, count: int) -> None:
-        """Pages that are on disk may be evicted from the host tier without any change of results."""
+        """Evict pages from the host tier. As they are on disk, later results do not change."""
         if "disk" in self.store.stats().tiers:
             assert self.store.flush(_WAIT_S)
             assert 0 <= self.store.evict("host", count) <= count
@@ -215,7 +217,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def drop_everything(self) -> None:
-        """Only pinned pages and their ancestors stay."""
+        """Release and evict all pages that can be evicted. Only pinned pages and their ancestors stay."""
         for hit, _ in self.hits:
             hit.release()
         for owned in self.owned:
@@ -224,7 +226,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.owned.clear()
         assert self.store.flush(_WAIT_S)
         while sum(self.store.evict(tier) for tier in self.store.stats().tiers):
-            pass  # a page's last copy waits for its children, which may be in another tier
+            pass  # a page can be evicted from its last tier only after its children have left every tier
         for group, held in zip(self.layout.groups, self.held, strict=True):
             held &= {
                 tuple(PROMPTS[which][:end])
