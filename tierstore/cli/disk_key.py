@@ -20,8 +20,7 @@ def new(
 ) -> None:
     """Make a master key for --disk-key in FILE.
 
-    Only you can read FILE. Keep a copy of the key elsewhere. Without the key, the pages on disk are misses
-    for ever.
+    Only you can read FILE. Keep a copy of the key elsewhere. Without the key, no page on disk can be read.
     """
     from tierstore.tiers.disk.keyring import make_master_key
 
@@ -34,7 +33,7 @@ def rotate(
     old: Annotated[
         str,
         typer.Argument(
-            metavar=_KEY, help="The present master key, as given to --disk-key", show_default=False
+            metavar=_KEY, help="The current master key, as given to --disk-key", show_default=False
         ),
     ],
     newer: Annotated[
@@ -48,7 +47,7 @@ def rotate(
         typer.Option(
             "--keyring",
             metavar="FILE",
-            help="The keyring (default: the present key's FILE.ring)",
+            help="The keyring (default: the current key's FILE.ring)",
             show_default=False,
         ),
     ] = None,
@@ -57,8 +56,8 @@ def rotate(
 
     The data keys stay the same, in a keyring that the new key opens.
 
-    Stop the store before, and start it with the new key afterwards. Give it --disk-keyring if the keyring is
-    not beside the new key. Then destroy the old key and all copies of the old keyring."""
+    Stop the store first. Afterwards, start it with the new key, and with --disk-keyring if the keyring is not
+    beside the new key. Then destroy the old key and all copies of the old keyring."""
     from tierstore.errors import UsageError
     from tierstore.tiers.disk.keyring import Keyring, keyring_path, read_master_key
 

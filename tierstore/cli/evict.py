@@ -36,7 +36,7 @@ def command(
     """Evict pages from a tier of a daemon.
 
     Pages leave in the order of the daemon's policy. Leased and pinned pages stay. A page that leaves the host
-    tier can still be loaded from disk if it is there.
+    tier can still be loaded from disk if the disk has it.
     """
     from rich.console import Console
 

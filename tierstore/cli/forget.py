@@ -68,8 +68,8 @@ def command(
 
     When this returns, no lookup finds the pages. With --disk-key, the keys of a tenant or model
     (with --session-keys, of a session) are gone, and neither the disk nor a copy of the directory can be
-    read. Otherwise the pages are overwritten in the background. Connected engines are told to drop the pages
-    from their HBM. docs/encryption.md has the limits."""
+    read. Otherwise the pages are overwritten in the background. Connected engines drop the pages from their
+    HBM. docs/encryption.md says what a forget cannot erase."""
     from tierstore.packs.signing import Signer
     from tierstore.wire import messages
 

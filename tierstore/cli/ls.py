@@ -42,9 +42,9 @@ def command(
     """List what a store holds, by model and tenant.
 
     No process may use DIR: for a daemon, use `tierstore stats`. Nothing is changed. Ages are those of the
-    oldest page, the newest page and the last use recorded on disk. Where pages are chained, prompts are
-    counted by their last pages. A model with several kinds of layers has one line for each kind. "of all" is
-    the share of the model's chunks that this kind has pages of.
+    oldest page, the newest page and the last use recorded on disk. Prompts are counted by their last pages,
+    if pages are chained. A model with several kinds of layers has one line for each kind. The column "of all"
+    says for which share of the model's chunks a kind has pages.
     """
     from tierstore.tiers.disk.listing import list_store
 

@@ -133,7 +133,8 @@ class Operator:
         while True:
             for answer in self._receive():
                 if isinstance(answer, messages.Refused) and answer.id in (0, message.id):
-                    raise _error(f"the daemon at {self.url} refuses: {answer.message}", answer.kind)
+                    kind = UsageError if answer.kind == "usage" else StoreUnavailableError
+                    raise kind(f"the daemon at {self.url} refuses: {answer.message}")
                 if isinstance(answer, expected) and answer.id == message.id:
                     return answer
             left = ends - time.monotonic()
@@ -207,7 +208,3 @@ class Operator:
             raise StoreUnavailableError(f"the daemon at {self.url} has ended") from error
         except (IndexError, msgspec.MsgspecError) as error:
             raise StoreUnavailableError(f"the process at {self.url} is no daemon of this version") from error
-
-
-def _error(text: str, kind: str) -> UsageError | StoreUnavailableError:
-    return UsageError(text) if kind == "usage" else StoreUnavailableError(text)

@@ -157,8 +157,8 @@ def export(
 ) -> None:
     """Write the stored pages of some prompts to a file.
 
-    The pack has whole chunks with their tokens, identity and checksums. A beginning that prompts share is
-    written once. With --key, only holders of the key can read it.
+    The pack has whole chunks with their tokens, identity and checksums. A prefix that several prompts share
+    is written once. With --key, only holders of the key can read the pack.
     """
     from tierstore.packs import PageHash, Signer, export_pack
 

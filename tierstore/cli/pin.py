@@ -13,6 +13,7 @@ from tierstore.cli.operator import ConnectOptions
 from tierstore.cli.prompts import (
     ModelChoice,
     Tokens,
+    TokensAsForPin,
     connected_store,
     is_chain,
     known_identities,
@@ -30,21 +31,16 @@ _PATIENCE_S = 30.0  # the daemon may search the disk for 10 s
 def pin(tokens: Tokens, which: ModelChoice, where: ConnectOptions) -> None:
     """Keep the stored pages of a prompt until it is unpinned.
 
-    Pins end with the daemon. A tenant's pin ends after an hour, and a tenant can pin half of its quota. Only
-    whole chunks can be pinned. A pinned page stays in the coldest tier that has it. If that is the host tier,
-    it takes room from other pages. A prompt that is pinned twice needs two unpins.
+    Pins end when the daemon ends. A tenant's pin ends after an hour, and a tenant can pin half of its quota.
+    Only whole chunks can be pinned. A pinned page stays in the coldest tier that has it. If this is the host
+    tier, less of it is left for other pages. A prompt that is pinned twice needs two unpins.
     """
     _change(where, tokens, which, undo=False)
 
 
 @with_options
 def unpin(
-    tokens: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE]", help="File with the prompt's token ids, as for pin", allow_dash=True
-        ),
-    ] = None,
+    tokens: TokensAsForPin = None,
     *,
     which: ModelChoice,
     where: ConnectOptions,

@@ -36,6 +36,10 @@ _TOKENS = typer.Argument(
 )
 Tokens = Annotated[Path, _TOKENS]
 SomeTokens = Annotated[Path | None, _TOKENS]
+TokensAsForPin = Annotated[
+    Path | None,
+    typer.Argument(metavar="[FILE]", help="File with the prompt's token ids, as for pin", allow_dash=True),
+]
 
 
 @dataclass(frozen=True, kw_only=True)

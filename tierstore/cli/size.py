@@ -37,7 +37,7 @@ def command(
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device memory for weights and pages: --hbm is what the weights of MODEL leave",
+            help="Device memory for weights and pages, instead of --hbm: pages get what the weights leave",
             show_default=False,
         ),
     ] = None,
@@ -49,7 +49,7 @@ def command(
 
     It lists each layer group: bytes of a token and of a session, and the sessions that fit each tier. A
     session counts the pages that its next turn needs: the last pages of a sliding window, one snapshot of a
-    recurrent state. For a model with an encoder of images or sound, it shows the size of an embedding apart.
+    recurrent state. For a model with an encoder of images or sound, it also shows the size of an embedding.
     """
     config = _config(model)
     sizes, embedding = sizing.group_sizes(config, dtype=dtype), sizing.embedding_size(config)

@@ -43,20 +43,17 @@ def command(
         document = operator.stats_json()
         view = msgspec.json.decode(document, type=dict[str, Any])
         if curve:
-            _write_curve(operator.parse(document), json=json)
+            estimates = operator.parse(document).store.curve
+            if json:
+                show.write_json(msgspec.to_builtins(estimates))
+            else:
+                _print_curve(estimates)
         elif json:
             show.write_json(view)
         elif "store" not in view:
             _print_tenant(operator, view)
         else:
             _print(operator, operator.parse(document))
-
-
-def _write_curve(stats: DaemonStats, *, json: bool) -> None:
-    if json:
-        show.write_json(msgspec.to_builtins(stats.store.curve))
-    else:
-        _print_curve(stats.store.curve)
 
 
 # -- text output ---------------------------------------------------------------------------------------
@@ -231,9 +228,10 @@ def _print_curve(curve: CurveStats) -> None:
     if not curve.asked_tokens:
         show.line("no estimate yet: there were no lookups")
         return
+    most = format_size(curve.horizon_bytes) if curve.horizon_bytes else "no end of memory"
     show.line(
         f"hit rate {_percent(curve.measured_hit_rate)} since the start; at best {_percent(curve.ceiling)}, "
-        f"with {_horizon(curve)}"
+        f"with {most}"
     )
     rough = " (few: a rough estimate)" if curve.sampled < _FEW_SAMPLED else ""
     show.line(
@@ -267,10 +265,6 @@ def _print_curve(curve: CurveStats) -> None:
     ]
     show.line("")
     show.table(("down to", "capacity", "hit rate", "with", "points more"), rows)
-
-
-def _horizon(curve: CurveStats) -> str:
-    return f"{format_size(curve.horizon_bytes)}" if curve.horizon_bytes else "no end of memory"
 
 
 def _percent(rate: float) -> str:

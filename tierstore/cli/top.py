@@ -41,8 +41,8 @@ def command(
 ) -> None:
     """Watch a daemon: tiers, hit rate, traffic, clients.
 
-    The view changes every second. q or Ctrl-C ends it. Off a terminal, the command prints one snapshot. The
-    rates in a first or only snapshot are averages since the daemon started.
+    The view changes every second. q or Ctrl-C ends it. Without a terminal, the command prints one snapshot.
+    The rates in a first or only snapshot are averages since the daemon started.
     """
     watch = _TopView(where)
     try:
@@ -137,13 +137,14 @@ def view(operator: Operator, now: DaemonStats, before: DaemonStats | None, secon
     store, service = now.store, now.service
     fine = all(tier.condition.value == "online" for tier in store.health.values())
     period = "now" if before else "since the start"
+    total = _share(StoreRates(store, None, now.uptime_s).hit_rate)
     lines = (
         show.text(f"tierstore {now.version} at {operator.url}, pid {now.pid}", "bold"),
         show.text(f"health: {health(now)}", "green" if fine else "bold red"),
         "",
         _tiers(now, rates),
         "",
-        show.text(f"hit rate {_share(rates.hit_rate)} {period}, {_total_hit_rate(now)} in total"),
+        show.text(f"hit rate {_share(rates.hit_rate)} {period}, {total} in total"),
         show.text(
             f"lookups/s {rates.of('lookups'):,.1f}, pages on their way to disk {store.pending_writes:,}"
         ),
@@ -173,10 +174,6 @@ class _Rates(StoreRates):
         """Return the latency of the requests between the snapshots, and their number per second."""
         lately = self._latency[name].since(self._latency_before.get(name))
         return lately, sum(lately.counts) / self._seconds
-
-
-def _total_hit_rate(now: DaemonStats) -> str:
-    return _share(StoreRates(now.store, None, now.uptime_s).hit_rate)
 
 
 def _share(share: float | None) -> str:

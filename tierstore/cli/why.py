@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -12,6 +11,7 @@ from tierstore.cli import show
 from tierstore.cli.operator import ConnectOptions
 from tierstore.cli.prompts import (
     ModelChoice,
+    TokensAsForPin,
     connected_store,
     known_identities,
     open_model,
@@ -34,12 +34,7 @@ _MOST_SHOWN = 16  # tokens
 
 @with_options
 def command(
-    tokens: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[FILE]", help="File with the prompt's token ids, as for pin", allow_dash=True
-        ),
-    ] = None,
+    tokens: TokensAsForPin = None,
     *,
     which: ModelChoice,
     last: Annotated[
@@ -125,7 +120,12 @@ def _print(explanation: Explanation, tokens: Sequence[int]) -> None:
         show.table(
             ("reason", "details", "tokens", "from token"),
             [
-                (miss.reason.label, _details(miss), f"{miss.tokens:,}", f"{miss.first:,}")
+                (
+                    miss.reason.label,
+                    miss.sentence().removeprefix(miss.reason.label).strip(),
+                    f"{miss.tokens:,}",
+                    f"{miss.first:,}",
+                )
                 for miss in explanation.misses
             ],
             left=2,
@@ -133,11 +133,6 @@ def _print(explanation: Explanation, tokens: Sequence[int]) -> None:
     for miss in explanation.misses:
         if miss.at is not None:
             _print_divergence(miss, miss.at, tokens)
-
-
-def _details(miss: Miss) -> str:
-    """Return the sentence of a miss without the reason that it begins with."""
-    return miss.sentence().removeprefix(miss.reason.label).strip()
 
 
 def _print_divergence(miss: Miss, at: int, tokens: Sequence[int]) -> None:

@@ -104,13 +104,11 @@ class RemoteBackend:
         link = self._state.link_for(request.identity)
         if link is None:
             return Transfer.completed(0)
-
-        def tokens(answer: messages.Pinned | None, _: object) -> int:
-            return answer.tokens if answer is not None else 0
-
         most = request.num_tokens if max_tokens is None else min(max_tokens, request.num_tokens)
         message = messages.Pin(0, prompt_part(link, request, None), undo, most)
-        return self.connection.call(link, message, messages.Pinned, tokens)
+        return self.connection.call(
+            link, message, messages.Pinned, lambda answer, _: answer.tokens if answer else 0
+        )
 
     def evict(self, tier: str, pages: int | None) -> int:
         message = messages.Evict(0, tier, -1 if pages is None else pages)

@@ -225,7 +225,9 @@ class Connection:
             if why not in ("", refusal):
                 _log.warning("every lookup misses: %s", why)
             refusal = why
-            self._pause(_PAUSES_S[min(failures, len(_PAUSES_S) - 1)])
+            with self._changed:
+                pause_s = _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
+                self._changed.wait_for(lambda: self._closing, pause_s)
             failures += 1
 
     def _open(self) -> tuple[DaemonLink | None, str]:
@@ -236,10 +238,6 @@ class Connection:
                 self._context = zmq.Context()
         handshake = Handshake(self._context, self.address, self._wake_fd, lambda: self._closing)
         return handshake.open(tuple(self._registrations.values())), handshake.refusal
-
-    def _pause(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._closing, seconds)
 
     def _serve(self, link: DaemonLink) -> None:
         channel: Channel | None = None

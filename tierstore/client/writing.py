@@ -123,12 +123,10 @@ class RemoteWriting:
     def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
         link = reservation.owner
         assert isinstance(link, DaemonLink), "the reservation is of another backend"
-
-        def written(answer: messages.Written | None, _: object) -> bool:
-            return answer is not None
-
         message = messages.Write(0, reservation.number, first)
-        return self._call(link, message, messages.Written, written, frames=frames)
+        return self._call(
+            link, message, messages.Written, lambda answer, _: answer is not None, frames=frames
+        )
 
     def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
         link = reservation.owner

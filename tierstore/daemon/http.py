@@ -19,7 +19,7 @@ import io
 import logging
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 from tierstore.daemon.metrics import MetricsText
 from tierstore.daemon.stats import DaemonStats
@@ -156,13 +156,11 @@ class HttpServer:
             return refusal
         if request.method != "GET":
             return WebAnswer(405, _TEXT, b"GET only\n")
-        document = self._documents().get(request.path)
+        documents = {"/metrics": self._metrics_text, "/healthz": self._health, "/readyz": self._readiness}
+        document = documents.get(request.path)
         if document is None:
             return WebAnswer(404, _TEXT, b"/dashboard/, /metrics, /healthz or /readyz\n")
         return await document()
-
-    def _documents(self) -> dict[str, Callable[[], Awaitable[WebAnswer]]]:
-        return {"/metrics": self._metrics_text, "/healthz": self._health, "/readyz": self._readiness}
 
     async def _metrics_text(self) -> WebAnswer:
         text = await asyncio.to_thread(self._metrics)

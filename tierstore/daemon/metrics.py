@@ -142,20 +142,23 @@ def _service(stats: DaemonStats) -> Iterator[Metric]:
     service, server = stats.service, stats.server
     yield _gauge("client_connections", "Connected clients", service.connections)
     yield _gauge("arena_connections", "Processes that have mapped the arena", server.arena_connections)
-    yield _gauge("leases", "Lookups that hold pages", service.leases)
-    yield _gauge("reservations", "Running saves", service.reservations)
-    yield _gauge("reserved_bytes", "Arena bytes that clients are writing to", service.reserved_bytes)
-    yield _gauge("sending_bytes", "Arena bytes on their way to clients over TCP", service.sending_bytes)
-    yield _counter("clients_ended", "Client connections that have ended", service.clients_ended)
-    yield _by("requests", "Requests by message", "message", dict(service.requests), counts=True)
-    yield _by("refused", "Requests refused, by kind", "kind", dict(service.refused), counts=True)
-    yield _counter("failed_requests", "Requests that failed because of a bug", service.failed_requests)
-    evicted = service.quota_evicted_pages
-    yield _counter("quota_evicted_pages", "Pages evicted because of their tenant's quota", evicted)
-    waited = service.promised_lookups
-    yield _counter("promised_lookups", "Lookups that waited for promised pages", waited)
-    broken = service.broken_promises
-    yield _counter("broken_promises", "Lookups whose promised pages did not all arrive in time", broken)
+    for name, help in (
+        ("leases", "Lookups that hold pages"),
+        ("reservations", "Running saves"),
+        ("reserved_bytes", "Arena bytes that clients are writing to"),
+        ("sending_bytes", "Arena bytes on their way to clients over TCP"),
+    ):
+        yield _gauge(name, help, getattr(service, name))
+    yield _by("requests", "Requests by message", "message", service.requests, counts=True)
+    yield _by("refused", "Requests refused, by kind", "kind", service.refused, counts=True)
+    for name, help in (
+        ("clients_ended", "Client connections that have ended"),
+        ("failed_requests", "Requests that failed because of a bug"),
+        ("quota_evicted_pages", "Pages evicted because of their tenant's quota"),
+        ("promised_lookups", "Lookups that waited for promised pages"),
+        ("broken_promises", "Lookups whose promised pages did not all arrive in time"),
+    ):
+        yield _counter(name, help, getattr(service, name))
     for name, help in (
         ("received", "Messages received"),
         ("received_bytes", "Bytes received, without ZMQ's own overhead"),
@@ -170,8 +173,8 @@ def _service(stats: DaemonStats) -> Iterator[Metric]:
 
 def _tenants(stats: DaemonStats) -> Iterator[Metric]:
     tenants = stats.service.tenants
-    asked = {name: float(each.lookup_tokens) for name, each in tenants.items()}
-    yield _by("tenant_lookup_tokens", "Tokens asked for, by tenant", "tenant", asked, counts=True)
+    asked = {name: each.lookup_tokens for name, each in tenants.items()}
+    yield _by("tenant_lookup_tokens", "Tokens requested, by tenant", "tenant", asked, counts=True)
     hits = CounterMetricFamily(
         "tierstore_tenant_hit_tokens", "Tokens found, by tenant and tier", labels=["tenant", "tier"]
     )
@@ -179,9 +182,9 @@ def _tenants(stats: DaemonStats) -> Iterator[Metric]:
         for tier, tokens in each.hit_tokens.items():
             hits.add_metric([name, tier], float(tokens))
     yield hits
-    used = {name: float(each.host_bytes) for name, each in tenants.items()}
+    used = {name: each.host_bytes for name, each in tenants.items()}
     yield _by("tenant_host_bytes", "Arena bytes, by tenant", "tenant", used, counts=False)
-    pinned = {name: float(each.pinned_bytes) for name, each in tenants.items()}
+    pinned = {name: each.pinned_bytes for name, each in tenants.items()}
     yield _by("tenant_pinned_bytes", "Bytes of pinned pages, by tenant", "tenant", pinned, counts=False)
 
 

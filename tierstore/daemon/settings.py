@@ -33,7 +33,7 @@ else:
 
 PREFIX = "TIERSTORE_"
 _OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # of other programs of this project
-_KUBERNETES = re.compile(
+_KUBERNETES = re.compile(  # variables that Kubernetes sets for a Service whose name begins with tierstore
     r"TIERSTORE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.*"
     r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*)"
 )
@@ -159,7 +159,7 @@ class Settings:
     disk: Path | None = _setting(
         None, _path, "DIR", "Directory of the disk tier (without one, pages live as long as the daemon)"
     )
-    disk_bytes: int = _setting(100 * GIB, _size, "SIZE", "Cap on everything in that directory")
+    disk_bytes: int = _setting(100 * GIB, _size, "SIZE", "Limit of all files of the disk tier")
     disk_write_budget: int = _setting(
         0, _size, "SIZE", "Bytes of pages written to disk per day (0: unlimited)"
     )
@@ -181,7 +181,7 @@ class Settings:
     max_age_days: float = _setting(
         0.0, _number, "DAYS", "Remove pages this long after they were saved (0: no limit)"
     )
-    page_bytes: int = _setting(1 * MIB, _size, "SIZE", "Size of most pages; it divides the disk")
+    page_bytes: int = _setting(1 * MIB, _size, "SIZE", "Size of most pages, for which the disk is divided")
     policy: str = _setting(
         DEFAULT_POLICY, _text, "NAME", f"Order in which pages leave a full tier: {', '.join(POLICIES)}"
     )
@@ -201,7 +201,7 @@ class Settings:
     metrics_port: int = _setting(
         0, _port, "PORT", "Port of /metrics, /healthz, /readyz and the dashboard (0: off)"
     )
-    metrics_host: str = _setting("127.0.0.1", _text, "ADDRESS", "Address of that port")
+    metrics_host: str = _setting("127.0.0.1", _text, "ADDRESS", "Address of --metrics-port")
     dashboard_token: Path | None = _setting(
         None, _path, "FILE", "File with the dashboard's token (required off loopback)"
     )
@@ -250,7 +250,7 @@ class Settings:
         f"Which pages to publish: {', '.join(PUBLISH)} (reused: those requested again)",
     )
     cluster_min_tokens: int = _setting(
-        1024, _count, "N", "Ask the shared store if at least this many tokens of a prompt are not held here"
+        1024, _count, "N", "Ask the shared store if at least this many tokens of a prompt are missing here"
     )
     cluster_look_s: float = _setting(
         0.003, _number, "SECONDS", "How long a lookup waits for the shared store's answer"
@@ -369,13 +369,17 @@ class Settings:
         environment: Mapping[str, str] | None = None,
     ) -> Settings:
         given: dict[str, Any] = {}
-        for name, value in _toml(file, text).items():
+        try:
+            document = tomllib.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{file} is not TOML: {error}") from error
+        for name, value in document.items():
             _require_known(name, f"{file}: ")
             given[name] = _parse(name, value)
         for variable, value in (os.environ if environment is None else environment).items():
             if variable in _OTHERS:
                 continue
-            if variable.startswith(PREFIX) and not _is_kubernetes(variable, value):
+            if variable.startswith(PREFIX) and not _KUBERNETES.fullmatch(f"{variable}={value}"):
                 name = variable.removeprefix(PREFIX).lower()
                 _require_known(name, f"{variable}: ")
                 given[name] = _parse(name, value)
@@ -409,19 +413,6 @@ def _reading(file: Path | None) -> Iterator[None]:
         raise UsageError(f"cannot read {file}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"{file} is not TOML: {error}") from error
-
-
-def _toml(file: Path | None, text: str) -> dict[str, object]:
-    try:
-        return dict(tomllib.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{file} is not TOML: {error}") from error
-
-
-def _is_kubernetes(variable: str, value: str) -> bool:
-    """Return whether Kubernetes has set this variable, as it does for a Service whose name begins with
-    ``tierstore``."""
-    return _KUBERNETES.fullmatch(f"{variable}={value}") is not None
 
 
 def _require_known(name: str, where: str) -> None:

@@ -77,7 +77,6 @@ class Places:
         self.waiting: dict[ListenerPlace, None] = {}  # the longest-waiting one first
         self.served: set[ListenerPlace] = set()
         self.probes: set[ListenerPlace] = set()
-        self.hung_up = 0  # number of connections that were shut down because they sent no request
         self.refused = 0
 
     def __len__(self) -> int:
@@ -130,7 +129,6 @@ class Places:
 
     def _give_up(self, place: ListenerPlace) -> None:
         self._forget(place)
-        self.hung_up += 1
         place.hang_up()
 
 
