@@ -25,7 +25,7 @@ def new(
     from tierstore.tiers.disk.keyring import make_master_key
 
     make_master_key(file)
-    show.line(f"{file}: give it as --disk-key, and keep a copy elsewhere")
+    show.line(f"give {file} as --disk-key, and keep a copy elsewhere")
 
 
 @app.command()
@@ -70,4 +70,4 @@ def rotate(
         ring.close()
         raise UsageError(f"{old} does not open {path}: give the key that made it")
     ring.rotate(after)
-    show.line(f"{path} opens with {newer} now: give it as --disk-key, with --disk-keyring {path}")
+    show.line(f"{newer} opens the keyring {path} now: give --disk-key {newer} --disk-keyring {path}")

@@ -86,13 +86,13 @@ def command(
     from tierstore.cli.checks import vllm as vllm_checks
 
     if connect is not None and not (vllm or sglang or transformers or llamacpp):
-        raise UsageError("--connect goes with --vllm, --sglang, --transformers or --llamacpp")
+        raise UsageError("--connect needs --vllm, --sglang, --transformers or --llamacpp")
     if llama_server is not None and not llamacpp:
-        raise UsageError("--llama-server goes with --llamacpp")
+        raise UsageError("--llama-server needs --llamacpp")
     if kv_transfer_config is not None and not vllm:
-        raise UsageError("--kv-transfer-config goes with --vllm")
+        raise UsageError("--kv-transfer-config needs --vllm")
     if extra_config is not None and not sglang:
-        raise UsageError("--extra-config goes with --sglang")
+        raise UsageError("--extra-config needs --sglang")
 
     found = all_checks(directory, parse_size(host_bytes))
     engines = (

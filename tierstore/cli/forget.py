@@ -84,7 +84,7 @@ def command(
     else:
         show.line(_summary(receipt))
     if elsewhere and receipt.shared_keys is None:
-        note = "pages that other hosts or a bucket hold are not forgotten, and a lookup may bring them back"
+        note = "pages on other hosts or in a bucket are not forgotten, and a lookup may fetch them again"
         typer.echo(f"tierstore forget: {note}", err=True)
 
 

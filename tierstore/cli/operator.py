@@ -115,13 +115,14 @@ class Operator:
 
         if "store" not in msgspec.json.decode(document, type=dict[str, Any]):
             raise UsageError(
-                f"the daemon at {self.url} shows tenants only their own part: use tierstore stats"
+                f"the daemon at {self.url} shows a tenant only its own statistics: use tierstore stats"
             )
         try:
             return msgspec.json.decode(document, type=DaemonStats)
         except msgspec.MsgspecError as error:
             raise StoreUnavailableError(
-                f"the daemon at {self.url} has another version ({error}): use the same one here, or --json"
+                f"the daemon at {self.url} has another version ({error}): "
+                "install the same version here, or use --json"
             ) from error
 
     def ask(self, message: Any, expected: type[A], *, wait_s: float = _ANSWER_S) -> A:

@@ -113,7 +113,7 @@ def _prefetch(file: Path, which: ModelChoice, wait_s: float, where: ConnectOptio
             on_disk = hit.by_tier.get("disk", 0)
             above = hit.prefetch(deadline_s=wait_s).wait()
     show.line(
-        f"{hit.tokens:,} of {len(tokens):,} tokens are held; {above:,} of them are in the host tier now "
+        f"{hit.tokens:,} of {len(tokens):,} tokens are stored; {above:,} of them are in the host tier now "
         f"({on_disk:,} were on disk only)"
     )
 
@@ -153,5 +153,5 @@ def _warm_up(
             stores.close()
     show.line(
         f"fetched {done.fetched_pages:,} pages ({format_size(done.fetched_bytes)}); {done.held_pages:,} were "
-        f"held already, {done.beyond_pages:,} are beyond the limits, {done.left_out_pages:,} did not come"
+        f"held already, {done.beyond_pages:,} are beyond the limits, {done.left_out_pages:,} did not arrive"
     )

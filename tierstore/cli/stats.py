@@ -182,7 +182,7 @@ def _print_tiers(store: StoreStats) -> None:
             for name, tier in store.tiers.items()
         ],
     )
-    show.line(f"hit rate {show.percent(sum(hits.values()), asked)} of {asked:,} tokens asked for")
+    show.line(f"hit rate {show.percent(sum(hits.values()), asked)} of {asked:,} requested tokens")
 
 
 def _print_clients(operator: Operator, stats: DaemonStats) -> None:
@@ -228,7 +228,7 @@ def _print_curve(curve: CurveStats) -> None:
     if not curve.asked_tokens:
         show.line("no estimate yet: there were no lookups")
         return
-    most = format_size(curve.horizon_bytes) if curve.horizon_bytes else "no end of memory"
+    most = format_size(curve.horizon_bytes) if curve.horizon_bytes else "unlimited memory"
     show.line(
         f"hit rate {_percent(curve.measured_hit_rate)} since the start; at best {_percent(curve.ceiling)}, "
         f"with {most}"
@@ -240,8 +240,8 @@ def _print_curve(curve: CurveStats) -> None:
     )
     if curve.left_out:
         show.line(
-            f"{curve.left_out:,} lookups and saves came too fast and were left out. If these are many, the "
-            "hit rates of large capacities are too low"
+            f"{curve.left_out:,} lookups and saves arrived too fast and were left out. If these are many, "
+            "the hit rates of large capacities are too low"
         )
     show.line("")
     here = {tier.capacity_bytes: name for name, tier in curve.tiers.items()}

@@ -150,7 +150,7 @@ class ClientConnection:
         if len(m.chains) != len(m.here) or not 0 < len(m.chains) + len(m.named) <= p.MAX_GROUPS:
             raise Refusal(
                 "usage",
-                f"inconsistent request: {len(m.chains)} chains, {len(m.here)} of them here, "
+                f"inconsistent request: {len(m.chains)} chains, {len(m.here)} entries in here, "
                 f"{len(m.named)} named groups",
             )
         chains: list[ChainView] = []

@@ -23,8 +23,8 @@ _PREFIXES_S = 2.0  # least time between two searches for the busiest prefixes
 _PREFIXES_DUTY = 1 / 100  # largest share of one thread's time for these searches
 _MOST_ROWS = 12
 _PLOTS = (
-    Plot("hit_rate", "Hit rate", Unit.PERCENT, ("share of the tokens asked for",)),
-    Plot("tokens", "Prompt tokens", Unit.PER_SECOND, ("asked for", "found in host", "found on disk")),
+    Plot("hit_rate", "Hit rate", Unit.PERCENT, ("share of the requested tokens",)),
+    Plot("tokens", "Prompt tokens", Unit.PER_SECOND, ("requested", "found in host", "found on disk")),
     Plot(
         "traffic",
         "Traffic",
@@ -160,7 +160,7 @@ def _tenants(stats: DaemonStats) -> Table:
     tenants = sorted(stats.service.tenants.items(), key=lambda each: -each[1].lookup_tokens)
     return Table(
         "Tenants",
-        ("tenant", "tokens asked for", "found", "host", "quota", "pinned"),
+        ("tenant", "requested tokens", "found", "host", "quota", "pinned"),
         tuple(
             (
                 _name(name),

@@ -159,7 +159,7 @@ class Settings:
     disk: Path | None = _setting(
         None, _path, "DIR", "Directory of the disk tier (without one, pages live as long as the daemon)"
     )
-    disk_bytes: int = _setting(100 * GIB, _size, "SIZE", "Limit of all files of the disk tier")
+    disk_bytes: int = _setting(100 * GIB, _size, "SIZE", "Limit of the bytes of all files in --disk")
     disk_write_budget: int = _setting(
         0, _size, "SIZE", "Bytes of pages written to disk per day (0: unlimited)"
     )
@@ -181,7 +181,7 @@ class Settings:
     max_age_days: float = _setting(
         0.0, _number, "DAYS", "Remove pages this long after they were saved (0: no limit)"
     )
-    page_bytes: int = _setting(1 * MIB, _size, "SIZE", "Size of most pages, for which the disk is divided")
+    page_bytes: int = _setting(1 * MIB, _size, "SIZE", "Size of most pages, which divides the disk tier")
     policy: str = _setting(
         DEFAULT_POLICY, _text, "NAME", f"Order in which pages leave a full tier: {', '.join(POLICIES)}"
     )
@@ -228,7 +228,7 @@ class Settings:
         False, _flag, "BOOL", "Include pages of tenants in the events (true or false)"
     )
     events_connect: bool = _setting(
-        False, _flag, "BOOL", "Connect to the URL instead of listening there (true or false)"
+        False, _flag, "BOOL", "Connect to the URL of --events instead of listening (true or false)"
     )
     events_anywhere: bool = _setting(
         False,
@@ -247,7 +247,7 @@ class Settings:
         "reused",
         _text,
         "NAME",
-        f"Which pages to publish: {', '.join(PUBLISH)} (reused: those requested again)",
+        f"Which pages to publish: {', '.join(PUBLISH)} (reused: pages requested again)",
     )
     cluster_min_tokens: int = _setting(
         1024, _count, "N", "Ask the shared store if at least this many tokens of a prompt are missing here"
@@ -276,12 +276,15 @@ class Settings:
     cluster_keys: str = _setting(
         "", _text, "URL", "With disk_key: another bucket, for the keys of shared pages, s3://KEYS/PREFIX"
     )
-    cluster_protocol: str = _setting("tcp", _text, "NAME", "tcp or rdma")
+    cluster_protocol: str = _setting("tcp", _text, "NAME", "Transport between hosts: tcp or rdma")
     cluster_devices: str = _setting("", _text, "NAMES", "RDMA devices, such as mlx5_0,mlx5_1")
     cluster_host: str = _setting(
-        "", _text, "ADDRESS", "This host's address in the shared store (default: the one it connects from)"
+        "",
+        _text,
+        "ADDRESS",
+        "This host's address in the shared store (default: where it connects from)",
     )
-    drain_s: float = _setting(30.0, _number, "SECONDS", "How long SIGTERM waits for writes to disk")
+    drain_s: float = _setting(30.0, _number, "SECONDS", "How long the daemon writes to disk after SIGTERM")
     log_level: str = _setting("info", _text, "LEVEL", f"One of {', '.join(LOG_LEVELS)}")
     log_format: str = _setting("plain", _text, "FORMAT", f"One of {', '.join(LOG_FORMATS)}")
 

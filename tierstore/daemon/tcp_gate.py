@@ -107,7 +107,6 @@ class TcpGate:
         self._leave(connection.fd)
         if in_reserve(connection.fd) and not self.places.make_room():
             self._logs.warning("refused a connection: too few file descriptors are free (ulimit -n)")
-            self.places.refused += 1
             connection.hang_up()
         place = self._entered[connection] = self.places.enter(connection.hang_up)
         self._by_fd[connection.fd] = connection

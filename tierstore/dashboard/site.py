@@ -128,7 +128,7 @@ class Site:
             query = f"?{request.query}" if request.query else ""
             return WebAnswer(307, {"Location": f"{PAGE.strip('/')}/{query}", **_HEADERS})
         if self._token is None and not self._loopback:
-            return _text(403, f"the dashboard needs a token off loopback: {self._how}")
+            return _text(403, f"at this address the dashboard needs a token: {self._how}")
         return self._of_page(request, path.removeprefix(PAGE))
 
     def _of_page(self, request: WebRequest, name: str) -> WebAnswer:

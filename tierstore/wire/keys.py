@@ -78,7 +78,7 @@ async def read_tenants(directory: Path) -> dict[bytes, str]:
     try:
         names = await aiofiles.os.listdir(directory)
     except OSError as error:
-        raise UsageError(f"{directory} is no directory with the keys of tenants: {error.strerror}") from error
+        raise UsageError(f"cannot read the tenants' keys in {directory}: {error.strerror}") from error
     tenants: dict[bytes, str] = {}
     for file in sorted(directory / name for name in names if name.endswith(".key")):
         try:
@@ -88,7 +88,7 @@ async def read_tenants(directory: Path) -> dict[bytes, str]:
             raise _unreadable(file, error) from error
         public = _parse(file, text)["public"]
         if public in tenants:
-            raise UsageError(f"{file} holds the key of tenant {tenants[public]!r} as well")
+            raise UsageError(f"{file} has the same key as tenant {tenants[public]!r}")
         tenants[public] = file.stem
     return tenants
 
@@ -97,7 +97,7 @@ def _write(file: Path, text: str) -> None:
     try:
         fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError as error:
-        raise UsageError(f"{file} is there already: choose another name, or remove it") from error
+        raise UsageError(f"{file} already exists: choose another name, or remove it") from error
     except OSError as error:
         raise UsageError(f"cannot write {file}: {error.strerror}") from error
     with os.fdopen(fd, "w") as out:

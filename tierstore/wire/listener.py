@@ -77,7 +77,6 @@ class Places:
         self.waiting: dict[ListenerPlace, None] = {}  # the longest-waiting one first
         self.served: set[ListenerPlace] = set()
         self.probes: set[ListenerPlace] = set()
-        self.refused = 0
 
     def __len__(self) -> int:
         return len(self.waiting) + len(self.served) + len(self.probes)
@@ -109,7 +108,6 @@ class Places:
         elif probe and len(self.probes) < _PROBES:
             self.probes.add(place)
         else:
-            self.refused += 1
             place.wait()  # so that the client can read the refusal
             return False
         return True
@@ -174,7 +172,6 @@ class Listener:
                 return
             if in_reserve(connection.fileno()) and not self.places.make_room():
                 self._logs.warning("refused a connection: too few file descriptors are free (ulimit -n)")
-                self.places.refused += 1
                 connection.close()
                 return
             connection.setblocking(False)
@@ -183,7 +180,6 @@ class Listener:
                 self._enter(connection, place)
             except OSError as error:
                 self._logs.warning("refused a connection: %s", error)
-                self.places.refused += 1
                 place.leave()
                 connection.close()
 

@@ -53,7 +53,7 @@ def test_stats_as_a_table_leave_out_what_is_zero(daemon):
     assert (code, err) == (0, "")
     assert re.search(rf"^host +4 MiB .* {PAGES} .* {len(TOKENS)} ", out, re.M)
     assert "health: disk: online" in out
-    assert "hit rate 99.7 % of 321 tokens" in out
+    assert "hit rate 99.7 % of 321 requested tokens" in out
     assert "clients 1, leases 0" in out
     assert f"pid {os.getpid()}" in out
     assert re.search(rf"^saved pages +{PAGES}$", out, re.M)
@@ -158,7 +158,7 @@ def test_a_tenant_is_shown_its_own_part(keyed, directory):
     for verb in (("top",), ("stats", "--curve")):
         code, out, err = run(*verb, *where, *secret)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert "only their own part" in err
+        assert "only its own statistics" in err
 
 
 def test_sighup_lets_new_keys_in_and_old_ones_no_more(keyed, directory):

@@ -58,13 +58,13 @@ def test_prefetch_brings_pages_from_disk_into_the_host_tier(daemon, tokens_file)
     code, out, err = run("prefetch", tokens_file, "--model", "m", *where)
     assert (code, err) == (0, "")
     assert out == (
-        f"{len(TOKENS)} of {len(TOKENS)} tokens are held; {len(TOKENS)} of them are in the host tier now "
+        f"{len(TOKENS)} of {len(TOKENS)} tokens are stored; {len(TOKENS)} of them are in the host tier now "
         f"({len(TOKENS)} were on disk only)\n"
     )
     with daemon.store.lookup(TOKENS) as hit:
         assert hit.by_tier == {"host": len(TOKENS)}
     tokens_file.write_text("9 9 9")
-    assert "0 of 3 tokens are held" in run("prefetch", tokens_file, *where)[1]
+    assert "0 of 3 tokens are stored" in run("prefetch", tokens_file, *where)[1]
 
 
 def test_all_layer_groups_of_a_model_are_meant(daemon, tokens_file):
@@ -78,7 +78,7 @@ def test_all_layer_groups_of_a_model_are_meant(daemon, tokens_file):
     run("evict", "host", "--connect", daemon.url)
     code, out, err = run("prefetch", tokens_file, *where)
     assert (code, err) == (0, "")
-    assert f"{count} are held; {len(TOKENS)} of them are in the host tier now" in out
+    assert f"{count} are stored; {len(TOKENS)} of them are in the host tier now" in out
     assert run("unpin", tokens_file, *where) == (0, f"{count} unpinned\n", "")
     for tier in ("disk", "host"):
         run("evict", tier, "--connect", daemon.url)

@@ -105,7 +105,7 @@ def test_it_shows_what_a_daemon_does_while_it_does_it(visit, daemon):
         page.locator("tbody", has_text=f"{asked:,}").first.wait_for()
         assert [row[1:3] for row in table(page, "Tenants")] == [[f"{asked:,}", "100.0 %"]]
         tokens = page.locator('[data-plot="tokens"] [role="img"]')
-        assert "asked for" in tokens.get_attribute("aria-label")
+        assert "requested" in tokens.get_attribute("aria-label")
         assert page.locator('[data-plot="curve"] [role="img"]').get_attribute("aria-label").count("%") > 5
         busiest = page.get_by_role("table", name="Busiest prefixes").locator("tbody tr").first
         busiest.filter(has_text="3").wait_for()

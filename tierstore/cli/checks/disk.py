@@ -35,7 +35,9 @@ def checks(directory: Path) -> Iterator[Check]:
             pass
     except OSError as error:
         found = f"cannot write in {place}: {error.strerror}"
-        yield fail("directory", found, "give one that this user can write, on a file system mounted rw")
+        yield fail(
+            "directory", found, "give a directory that this user can write, on a file system mounted rw"
+        )
         return
     yield ok(
         "directory", f"{directory} is writable" if place == directory.absolute() else f"{place} is writable"
@@ -57,7 +59,7 @@ def _free(place: Path) -> Check:
     info = os.statvfs(place)
     free = info.f_bavail * info.f_frsize
     if free < _LEAST_FREE:
-        advice = "keep --disk-bytes below it, or free some space"
+        advice = "give less --disk-bytes than this, or free some space"
         return warn("free space", format_size(free), advice, free_bytes=free)
     return ok("free space", format_size(free), free_bytes=free)
 

@@ -44,7 +44,7 @@ def checks(url: str) -> Iterator[Check]:
     yield _arena(stats)
     disk = stats.store.tiers.get("disk")
     if disk is None:
-        advice = "start it with --disk DIR, so that pages survive a restart"
+        advice = "start the daemon with --disk DIR, so that pages survive a restart"
         yield warn("daemon's disk", "none", advice)
     else:
         yield ok("daemon's disk", format_size(disk.capacity_bytes), capacity_bytes=disk.capacity_bytes)
@@ -86,7 +86,7 @@ def _arena(stats: DaemonStats) -> Check:
     tokens = capacity // _TOKEN_BYTES
     found = f"{format_size(capacity)}: about {tokens:,} tokens of an 8B Llama in bfloat16"
     if capacity < _LEAST_ARENA:
-        advice = "all loads and saves go through it: start the daemon with --host-bytes 8GiB or more"
+        advice = "all loads and saves go through the arena: start the daemon with --host-bytes 8GiB or more"
         return warn("daemon's arena", found, advice, capacity_bytes=capacity)
     return ok("daemon's arena", found, capacity_bytes=capacity)
 

@@ -29,7 +29,7 @@ def checks() -> Iterator[Check]:
         names = _devices(driver)
         major, minor = divmod(_asked(driver, "cuDriverGetVersion") // 10, 100)
     except _DriverError as error:
-        advice = "look at nvidia-smi; in a container, start it with --gpus all"
+        advice = "look at nvidia-smi; start a container with --gpus all"
         yield fail("GPU", str(error), advice)
         return
     if not names:
@@ -43,7 +43,7 @@ def checks() -> Iterator[Check]:
 
 def _cupy(extra: str) -> Check:
     if importlib.util.find_spec("cupy") is None:
-        return warn("CuPy", "not installed", f"the bundled engine's kernels need it: {install(extra)}")
+        return warn("CuPy", "not installed", f"the bundled engine's kernels need CuPy: {install(extra)}")
     return ok("CuPy", "installed")
 
 
@@ -55,7 +55,7 @@ def _nvrtc(extra: str) -> Check:
             return ok("NVRTC", found[0].name)
     system = ctypes.util.find_library("nvrtc")
     if system is None:
-        return warn("NVRTC", "not found", f"it compiles the bundled engine's kernels: {install(extra)}")
+        return warn("NVRTC", "not found", f"NVRTC compiles the bundled engine's kernels: {install(extra)}")
     return ok("NVRTC", system)
 
 

@@ -74,7 +74,7 @@ def _server(host: str, port: int) -> Check:
             [sys.executable, "-c", _PROBE, host, str(port)], capture_output=True, text=True, timeout=_LOOK_S
         )
     except subprocess.TimeoutExpired:
-        return fail(name, f"no result in {_LOOK_S:.0f} s", "look at /proc of this machine by hand")
+        return fail(name, f"no result in {_LOOK_S:.0f} s", "check for hanging processes")
     if done.returncode:
         reason = (done.stderr.strip().splitlines() or ["no reason printed"])[-1]
         advice = "start llama-server with --slot-save-path, or give its address with --llama-server"

@@ -81,7 +81,7 @@ def _shm() -> Check:
 def _huge_pages(name: str, setting: str, what: str) -> Check:
     text = read_text(f"{_THP}/{setting}")
     if text is None:
-        return warn(name, "not in this kernel", f"without them, copies of {what} are about a quarter slower")
+        return warn(name, "not in this kernel", f"copies of {what} are about a quarter slower")
     chosen = re.search(r"\[(\w+)\]", text)
     value = chosen.group(1) if chosen is not None else text
     if value in ("never", "deny"):
@@ -98,7 +98,7 @@ def _locked() -> Check:
         return ok("locked memory", "unlimited")
     found = f"up to {format_size(soft)}"
     if soft < _LEAST_LOCKED:
-        advice = "RDMA and some GPU drivers need more: ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)"
+        advice = "RDMA and some GPU drivers lock more: ulimit -l unlimited (systemd: LimitMEMLOCK=infinity)"
         return warn("locked memory", found, advice, limit_bytes=soft)
     return ok("locked memory", found, limit_bytes=soft)
 

@@ -68,7 +68,7 @@ def _version(version: str | None) -> Check:
         OLDEST,
         TRIED,
         absent="install tierstore in the environment (or image) of SGLang, and run this there",
-        old=f"its page names ignore cache salts: use {dotted(OLDEST)} or newer",
+        old=f"this version's page names ignore cache salts: use {dotted(OLDEST)} or newer",
         new=f"newer than the last tested version ({dotted(TRIED)}): test it first",
     )
 

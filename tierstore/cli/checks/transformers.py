@@ -33,7 +33,7 @@ for _ in range(2):
     tokens = int(cache.counters().get("loaded_tokens", 0))
     cache.close()
 if tokens < 32:
-    sys.exit(f"{tokens} of 40 tokens came back")
+    sys.exit(f"{tokens} of 40 tokens were loaded from the store")
 """
 
 
@@ -41,7 +41,7 @@ def checks(url: str | None) -> Iterator[Check]:
     """Check transformers, the cache, and the daemon at ``url`` (None: no daemon). Takes seconds."""
     version = installed("transformers")
     yield _version(version)
-    good = "a small model's prompt came back from a store"
+    good = "the pages of a small model were saved and loaded"
     yield probe("TierStoreCache", "transformers", _PROBE, {}, installed=version is not None, good=good)
     if url is not None:
         yield from daemon_checks(url)

@@ -93,7 +93,7 @@ def _version(version: str | None) -> Check:
         OLDEST,
         NEWEST,
         absent="install tierstore in the environment (or image) of vLLM, and run this there",
-        old=f"its connector interface is different: use {supported}",
+        old=f"this version's connector interface is different: use {supported}",
         new=f"newer than the supported versions ({supported}): test it first",
     )
 
@@ -112,7 +112,7 @@ def _config(config: Mapping[str, Any]) -> Iterator[Check]:
         advice = "use a multiple of vLLM's --block-size (16 on most GPUs)"
         yield fail("chunk_tokens", f"{chunk}", advice)
     elif chunk:
-        yield ok("chunk_tokens", f"{chunk}: hits end at multiples of it and of vLLM's --block-size")
+        yield ok("chunk_tokens", f"hits end at multiples of {chunk} tokens and of vLLM's --block-size")
     else:
         yield ok("chunk_tokens", "default: the smallest multiple of vLLM's block size from 64 tokens on")
 
