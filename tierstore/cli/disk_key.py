@@ -57,7 +57,7 @@ def rotate(
     The data keys stay the same, in a keyring that the new key opens.
 
     Stop the store first. Afterwards, start it with the new key, and with --disk-keyring if the keyring is not
-    beside the new key. Then destroy the old key and all copies of the old keyring."""
+    beside the new key. Finally, destroy the old key and all copies of the old keyring."""
     from tierstore.errors import UsageError
     from tierstore.tiers.disk.keyring import Keyring, keyring_path, read_master_key
 

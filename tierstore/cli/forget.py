@@ -47,7 +47,7 @@ def command(
             "--session",
             metavar="NAME",
             help="Forget the pages that only this session (of --tenant) has used; "
-            "with --session-keys, those that it saved first",
+            "with --session-keys, the pages that it was the first to save",
             show_default=False,
         ),
     ] = None,
@@ -66,10 +66,10 @@ def command(
 ) -> None:
     """Erase a tenant, a model or a session, in memory and on disk.
 
-    When this returns, no lookup finds the pages. With --disk-key, the keys of a tenant or model
-    (with --session-keys, of a session) are gone, and neither the disk nor a copy of the directory can be
-    read. Otherwise the pages are overwritten in the background. Connected engines drop the pages from their
-    HBM. docs/encryption.md says what a forget cannot erase."""
+    When this returns, no lookup finds the pages. With --disk-key, the keys of a tenant or model (with
+    --session-keys, of a session) are gone, and neither the disk nor a copy of the directory can be read.
+    Without --disk-key, the pages are overwritten in the background. Connected engines drop the pages from
+    their HBM. docs/encryption.md says what a forget cannot erase."""
     from tierstore.packs.signing import Signer
     from tierstore.wire import messages
 
@@ -89,7 +89,7 @@ def command(
 
 
 def to_json(receipt: ForgetReceipt, signer: Signer) -> dict[str, object]:
-    """Return the document of ``--json``. Its ``signature`` is an Ed25519 signature of the SHA-256 of
+    """Return the document of ``--json``. ``signature`` is an Ed25519 signature of the SHA-256 of
     ``receipt`` as JSON with sorted keys and without spaces; empty if the signer has no key."""
     document = asdict(receipt)
     digest = receipt_digest(document)

@@ -39,7 +39,7 @@ def command(
     ],
     json: Annotated[bool, typer.Option("--json", help="Write one JSON document")] = False,
 ) -> None:
-    """List what a store holds, by model and tenant.
+    """List the stored pages by model and tenant.
 
     No process may use DIR: for a daemon, use `tierstore stats`. Nothing is changed. Ages are those of the
     oldest page, the newest page and the last use recorded on disk. Prompts are counted by their last pages,

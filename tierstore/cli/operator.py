@@ -67,8 +67,8 @@ A = TypeVar("A", bound=Message)
 
 
 class Operator:
-    """A connection to a daemon for requests about the whole store. It uses the arena's socket without mapping
-    the arena. Only one thread may use it.
+    """A connection to a daemon for requests about the whole store. An operator uses the arena's socket
+    without mapping the arena. Only one thread may use it.
 
     The constructor and every request raise :class:`StoreUnavailableError` if the daemon cannot be reached.
     """

@@ -77,7 +77,7 @@ class StoreOptions(ConnectOptions):
     ] = ""
     disk_keyring: Annotated[
         Path | None,
-        typer.Option("--disk-keyring", metavar="FILE", help="Its keyring (default: the key's FILE.ring)"),
+        typer.Option("--disk-keyring", metavar="FILE", help="Keyring (default: the FILE.ring of --disk-key)"),
     ] = None
 
     def __post_init__(self) -> None:

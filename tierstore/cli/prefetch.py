@@ -83,8 +83,8 @@ def command(
     The pages stay there until the policy evicts them. Pages that miss the deadline are still loaded in the
     background.
 
-    With --from, fill the tiers of a new host from an object store instead. The most used pages come first. It
-    ends when the tiers are full.
+    With --from, fill the tiers of a new host from an object store instead. The most used pages are fetched
+    first. The command ends when the tiers are full.
     """
     if (file is None) == (bucket is None):
         raise UsageError("give FILE with a prompt, or --from s3://BUCKET/PREFIX")

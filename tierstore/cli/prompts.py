@@ -44,7 +44,8 @@ TokensAsForPin = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class ModelChoice:
-    """The options that choose a model. They may be left out if the store has pages of only one model."""
+    """The options that choose a model. The options may be left out if the store has pages of only one
+    model."""
 
     model: Annotated[
         str | None, typer.Option("--model", metavar="NAME", help="Model of the pages", show_default=False)
@@ -267,7 +268,7 @@ def register(operator: Operator, tokens: npt.NDArray[np.uint32], identity: Ident
 
 
 def known_identities(operator: Operator) -> list[Identity]:
-    """Return all identities that the daemon knows. It may have no pages of some of them."""
+    """Return all identities that the daemon knows. The daemon may have no pages of some identities."""
     from tierstore.keys import Identity
     from tierstore.wire import messages
 

@@ -33,7 +33,8 @@ def _default(name: str) -> str:
 
 
 def _option(name: str) -> inspect.Parameter:
-    """Return the command-line option for a setting. Its value is None if the user does not give it."""
+    """Return the command-line option for a setting. The value of an option that the user does not give is
+    None."""
     help, default, metavar = SETTINGS[name]["help"], _default(name), SETTINGS[name]["metavar"]
     text = f"{help} [default: {default}]" if default else help
     kind = list[str] | None if name == "listen" else str | None

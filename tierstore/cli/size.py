@@ -47,9 +47,10 @@ def command(
 ) -> None:
     """Show the memory that a model's KV takes and what fits.
 
-    It lists each layer group: bytes of a token and of a session, and the sessions that fit each tier. A
-    session counts the pages that its next turn needs: the last pages of a sliding window, one snapshot of a
-    recurrent state. For a model with an encoder of images or sound, it also shows the size of an embedding.
+    The table has the bytes of a token and of a session for each layer group. Below it are the sessions that
+    fit each tier. A session counts the pages that its next turn needs: the last pages of a sliding window,
+    one snapshot of a recurrent state. For a model with an encoder of images or sound, it also shows the size
+    of an embedding.
     """
     config = _config(model)
     sizes, embedding = sizing.group_sizes(config, dtype=dtype), sizing.embedding_size(config)

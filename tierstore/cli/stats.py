@@ -35,9 +35,9 @@ def command(
         bool, typer.Option("--curve", help="Show the hit rates that other capacities would have instead")
     ] = False,
 ) -> None:
-    """Show what a daemon holds and has done since it started.
+    """Show a daemon's tiers, clients and counters.
 
-    Counters that are zero are left out. --json has all of them.
+    Counters count from the daemon's start. --json also has the counters that are zero.
     """
     with where.operator() as operator:
         document = operator.stats_json()

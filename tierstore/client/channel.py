@@ -4,7 +4,8 @@ Any thread sends, under a lock, so a request is not handed over to another threa
 answer can become the *leader*: it receives from the wire itself until its answer has arrived. (Two hand-overs
 between threads would take as long as the daemon needs for a short prompt.) The leader passes answers for
 other threads to the connection's thread. The connection's thread receives from the wire only while a request
-has no leader. It also wakes when a request reaches its deadline and 0.1 s after a lease was released.
+has no leader. This thread also wakes when a request reaches its deadline and 0.1 s after a lease was
+released.
 
 Leases are released in groups: with the next lookup, before any other request, or after 0.1 s.
 """
@@ -46,9 +47,9 @@ def numbers(raw: bytes, kind: str) -> npt.NDArray[Any]:
 
 
 class Call(Transfer[R], Generic[A, R]):
-    """A request. Its result is ``then(answer, frames)``, with the daemon's answer and the frames behind it.
-    The answer is None if the daemon is away, did not answer in time, or refused the request. Callbacks of
-    ``on_end`` run on the connection's thread.
+    """A request. The result of a call is ``then(answer, frames)``, with the daemon's answer and the page
+    frames behind it. The answer is None if the daemon is away, did not answer in time, or refused the
+    request. Callbacks of ``on_end`` run on the connection's thread.
 
     If the daemon has forgotten the path that the request refers to, ``otherwise()`` returns a message that is
     sent instead, once.
@@ -320,8 +321,8 @@ class Channel:
 
     def _watch(self) -> None:
         """Choose which events of the wire wake the connection's thread. While all callers receive their own
-        answers, no arriving message wakes the thread. It reads other messages at its next check of the clock,
-        at most 0.1 s later."""
+        answers, no arriving message wakes the thread. The thread reads other messages at its next check of
+        the clock, at most 0.1 s later."""
         watched = 0
         if not self._leading.locked():
             if (

@@ -135,7 +135,7 @@ class DaemonLink:
 
 
 class Handshake:
-    """One attempt to open a link. ``wake_fd`` becomes readable when ``closing()`` may have become true. If
+    """An attempt to open a link. ``wake_fd`` becomes readable when ``closing()`` may have become true. If
     the daemon listens but cannot be used, ``refusal`` is the reason; otherwise it is empty."""
 
     def __init__(

@@ -3,7 +3,7 @@ that the daemon has yet to load into its memory.
 
 A lease ends ``lease_s`` seconds after the daemon granted it. The client counts the same time from its
 *request*, so for the client the lease ends earlier. A store reads its clock after each copy. If the lease has
-ended, the store discards the copied bytes. This check needs no message and no shared state.
+ended, the store discards the copied bytes. The check of the clock needs no message and no shared state.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ class Transport(ABC):
 
 
 class SocketTransport(Transport):
-    """The arena's socket, which :class:`~tierstore.client.arena.Arena` closes. It carries no page frames."""
+    """The arena's socket, which :class:`~tierstore.client.arena.Arena` closes. No page frames are sent over
+    it."""
 
     def __init__(self, line: FramedSocket) -> None:
         self._line = line

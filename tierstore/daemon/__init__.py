@@ -20,7 +20,7 @@ releases the leases and reservations of the process. In the same way, a client n
 at once, and its lookups miss from then on. TCP clients use heartbeats instead.
 
 **Reading under a lease** is explained in ``client/reading.py``. A device may still copy after the engine has
-received its pages. Then the lease is kept until the copies have ended (``store/load.py``).
+received its pages. In this case the lease is kept until the copies have ended (``store/load.py``).
 
 **Writing under a reservation.** The daemon never takes a reservation back from a living process, because the
 process may still be writing to the slots. Instead, the bytes that each client may reserve are limited. When a

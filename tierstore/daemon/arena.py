@@ -99,8 +99,8 @@ class SocketLock:
         )
 
     def release(self) -> None:
-        """Remove the sockets that :meth:`bind` made, and release the lock. The lock file stays, and so does a
-        socket that another process has bound in their place. Idempotent."""
+        """Remove the sockets that :meth:`bind` made, and release the lock. Keep the lock file, and a socket
+        that another process has bound to one of the paths. Idempotent."""
         for name, bound in self._bound.items():
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(name.lstat(), bound):

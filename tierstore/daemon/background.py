@@ -5,8 +5,8 @@ starts.
 starts one and waits until it listens. An address means the daemon at that address. ``off`` (or no variable)
 means that the engine uses no daemon.
 
-The started daemon outlives the engine. It is not a descendant of the engine's process, because SGLang kills
-all its descendants when it ends. The daemon has its own session, so signals to the engine's terminal or
+The started daemon outlives the engine. The daemon is not a descendant of the engine's process, because SGLang
+kills all its descendants when it ends. The daemon has its own session, so signals to the engine's terminal or
 process group do not reach it. If several engines start at the same time, the one that gets a lock on a file
 beside the socket starts the daemon. The daemon inherits the lock, so no engine starts another daemon while
 this one lives.
@@ -122,7 +122,8 @@ def _own_daemon(settings: Settings) -> ChosenStore:
 
 @dataclass(frozen=True, slots=True)
 class StartedDaemon:
-    """A daemon that this process has started. Its output begins at byte ``start`` of the file ``log``."""
+    """A daemon that this process has started. The output of the daemon begins at byte ``start`` of the file
+    ``log``."""
 
     pid: str
     log: Path

@@ -1,8 +1,8 @@
 """The daemon: starts the store, the server and the arena's listener, and ends them in order.
 
-To end, the daemon first closes its sockets, so that clients notice at once and their lookups miss. Then it
-writes committed pages to disk, for a limited time, and releases all resources. If a disk does not answer in
-time, the process ends without waiting. Pages that were already on disk are not lost.
+To end, the daemon first closes its sockets, so that clients notice at once and their lookups miss. After
+that, the daemon writes committed pages to disk, for a limited time, and releases all resources. If a disk
+does not answer in time, the process ends without waiting. Pages that were already on disk are not lost.
 """
 
 from __future__ import annotations
@@ -292,7 +292,7 @@ class Daemon:
 
     async def stop(self, drain_s: float | None = None) -> bool:
         """Close all connections, write committed pages to disk, and release all resources. Return False if
-        writing took longer than ``drain_s`` seconds (default: the setting). Then threads may still be
+        writing took longer than ``drain_s`` seconds (default: the setting). After False, threads may still be
         running, and the process should end."""
         self.ready = False
         drain_s = self.settings.drain_s if drain_s is None else drain_s
@@ -355,7 +355,7 @@ async def run(settings: Settings, reload: Callable[[], Awaitable[Settings]]) -> 
         except UsageError as error:
             _log.error("reload failed, the settings are unchanged: %s", error)
 
-    rereading: set[asyncio.Task[None]] = set()  # references, because asyncio keeps none to its tasks
+    rereading: set[asyncio.Task[None]] = set()  # asyncio itself keeps no reference to its tasks
 
     def on_sighup() -> None:
         task = loop.create_task(reread())

@@ -195,7 +195,7 @@ def _busy(prefixes: list[BusyPrefix]) -> Table:
         ),
         "No prefix has been found yet.",
         left=3,
-        note="A prefix ends where the prompts that share it diverge. Its name does not reveal its text.",
+        note="A prefix ends where the prompts that share it diverge. A prefix's name hides its text.",
     )
 
 

@@ -66,8 +66,8 @@ class Url:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """One message, with the page frames behind it. ``tenant`` is the tenant of the peer's key. ``fd`` is the
-    descriptor of the TCP connection that the message arrived over (-1: not a TCP connection)."""
+    """A received message, with the page frames behind it. ``tenant`` is the tenant of the peer's key. ``fd``
+    is the descriptor of the TCP connection that the message arrived over (-1: not a TCP connection)."""
 
     peer: bytes
     version: bytes
@@ -157,8 +157,8 @@ class Endpoint:
 
     def end_session(self, connection: TcpConnection, *, unread: bool) -> None:
         """Record that a client has said Bye or was silent for too long. If the client has ``unread`` data,
-        end its TCP connection, which discards pages that are not sent yet. Otherwise the client may send a
-        new Hello over the connection within some seconds."""
+        end its TCP connection, which discards pages that are not sent yet. Without unread data, the client
+        may send a new Hello over the connection within some seconds."""
         if unread:
             connection.hang_up()
         elif self._gate is not None:

@@ -2,7 +2,7 @@
 
 Each message on the XPUB socket has three frames: topic, sequence number (8 bytes, big-endian) and a batch of
 events (msgpack): ``[seconds since 1970, [event, …], rank]``. If there are no events, an empty batch is sent
-every two seconds. Its sequence number shows a follower whether it has missed batches.
+every two seconds. The sequence number of an empty batch shows a follower whether it has missed batches.
 
 A follower requests missed batches at the ROUTER socket, with an empty frame and the first missing sequence
 number. The answer is one message for each batch, and then a message with the sequence number -1. If some of
@@ -384,7 +384,7 @@ class EventPublisher:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            _log.warning("KV events: a follower does not read the batches that it asked for")
+            _log.warning("KV events: a follower does not read the batches that it has requested")
 
     def _missed(self, first: int) -> Iterator[tuple[int, bytes]]:
         again = self._sent.since(first, self._encoded([]))

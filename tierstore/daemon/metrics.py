@@ -86,7 +86,7 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
         ("lost_changes", "Changes that were not reported in time"),
         ("replays", "Requests of followers for missed batches"),
         ("snapshots", "Requests for batches that were not kept any more"),
-        ("unread_listings", "Reports of held pages that a disk error cut short"),
+        ("unread_listings", "Reports of stored pages that a disk error cut short"),
     ):
         told = {each.model: getattr(each, name) for each in stats.events}
         label = f"kv_{name}" if name == "events" else f"kv_event_{name}"
@@ -100,8 +100,8 @@ def _counters(stats: DaemonStats) -> Iterator[Metric]:
 
 
 def _missed(tokens: Any) -> Metric:
-    """Return a counter for every reason, also for reasons with 0 tokens: Prometheus' ``rate`` does not see
-    the first value of a counter that appears later."""
+    """Return a counter for every reason, also for reasons with 0 tokens: Prometheus' ``rate`` ignores the
+    first value of a counter, which would be lost for a counter that appears later."""
     counts = dict.fromkeys((reason.value for reason in MissReason), 0) | dict(tokens)
     what = "Tokens requested and not served, by reason"
     return _by("missed_tokens", what, "reason", counts, counts=True)

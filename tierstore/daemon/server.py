@@ -1,7 +1,7 @@
 """The server: assigns messages to client connections, sends answers, and notices dead clients.
 
-The server trusts no data of a peer. It counts malformed messages, and answers those whose id can be read.
-Messages that are far too large for their type are not decoded.
+The server trusts no data of a peer. The server counts malformed messages, and answers those whose id can be
+read. Messages that are far too large for their type are not decoded.
 """
 
 from __future__ import annotations

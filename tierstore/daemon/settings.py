@@ -62,7 +62,7 @@ def _names(value: object) -> tuple[str, ...]:
         raise ValueError("give text, or a list of it")
     names = tuple(part.strip() for part in parts)
     if len(names) > 1 and "" in names:
-        raise ValueError("one of its parts is empty")
+        raise ValueError("a part between commas is empty")
     return tuple(filter(None, names))
 
 
@@ -222,7 +222,7 @@ class Settings:
         "map", _text, "NAME", f"One of {', '.join(EVENT_ENCODINGS)} (array: for followers of vLLM up to 0.23)"
     )
     events_block_tokens: int = _setting(
-        0, _count, "N", "Tokens of a block in the events; it divides a page's tokens (0: whole pages)"
+        0, _count, "N", "Tokens of a block in the events, a divisor of a page's tokens (0: a page is a block)"
     )
     events_tenants: bool = _setting(
         False, _flag, "BOOL", "Include pages of tenants in the events (true or false)"
@@ -319,13 +319,13 @@ class Settings:
         if self.session_keys and self.cluster:
             raise UsageError(
                 "session_keys drops a session's keys on this host only, and cluster publishes its pages to "
-                "other hosts: leave one of the two out"
+                "other hosts: leave out session_keys or cluster"
             )
         max_age_s(self.max_age_days)
         if self.max_age_days and self.cluster:
             raise UsageError(
                 "max_age_days removes pages from this host only, and cluster publishes them to other hosts: "
-                "leave one of the two out"
+                "leave out max_age_days or cluster"
             )
         for model in self.events_replay.keys() - self.events.keys():
             what = f"of {model}" if model else "of all models"

@@ -168,7 +168,7 @@ class EventStats:
     lost_changes: int  # changes that were not reported in time, so followers had to start again
     replays: int  # requests of followers for missed batches
     snapshots: int  # replays that needed a snapshot, because the batches were not kept any more
-    unread_listings: int  # reports of held pages that a disk error cut short
+    unread_listings: int  # reports of stored pages that a disk error cut short
 
 
 @dataclass(frozen=True, slots=True)

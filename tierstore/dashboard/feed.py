@@ -43,9 +43,9 @@ class SlowViewerError(TierStoreError):
 class Feed:
     """Server-sent events with the results of ``look()``. Uses the event loop on which it was started.
 
-    ``look`` may take any time: the next call begins after it has returned. Its exceptions are counted in
-    ``failures``, and the first of consecutive ones is logged. Until ``look`` succeeds again, no event is
-    sent.
+    ``look`` may take any time: the next call begins after it has returned. The exceptions of ``look`` are
+    counted in ``failures``, and the first of consecutive ones is logged. Until ``look`` succeeds again, no
+    event is sent.
 
     Example::
 

@@ -73,7 +73,7 @@ def curve(stats: CurveStats) -> Curve:
     marks = tuple(Mark(name, tier.capacity_bytes) for name, tier in stats.tiers.items())
     if not stats.asked_tokens:
         return Curve((), (), marks, 0.0, "No estimate yet: there were no lookups.")
-    rough = " That is few: the estimate is rough." if stats.sampled < _FEW_SAMPLED and stats.rate < 1 else ""
+    rough = " With so few, the estimate is rough." if stats.sampled < _FEW_SAMPLED and stats.rate < 1 else ""
     return Curve(
         tuple(point.capacity_bytes for point in stats.points),
         tuple(point.hit_rate for point in stats.points),

@@ -51,7 +51,7 @@ def request_of(identity: Identity, tokens: Sequence[int]) -> LookupRequest:
 
 
 class ReferenceModel:
-    """A model with random layer groups, and a random prompt. It knows the bytes of all pages of the
+    """A model with random layer groups, and a random prompt. The model knows the bytes of all pages of the
     prompt."""
 
     def __init__(self, identity: Identity, rng: random.Random, number: int) -> None:

@@ -1,7 +1,8 @@
 """File operations of the disk tier with injected faults: errors, short transfers, wrong data and hangs.
 
-A :class:`FaultyIO` replaces :class:`~tierstore.tiers.disk.FileIO`. It logs every call and forwards it. A
-:class:`Fault` selects calls and changes what they do. If several faults match a call, the first one applies::
+A :class:`FaultyIO` replaces :class:`~tierstore.tiers.disk.FileIO`. A FaultyIO logs every call and forwards
+it. A :class:`Fault` selects calls and changes what they do. If several faults match a call, the first one
+applies::
 
     io = FaultyIO()
     io.set(Fault(lambda call: call.kind == "pwritev", Fail(errno.ENOSPC), times=1))

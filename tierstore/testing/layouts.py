@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def single(self) -> bool:
-        """Whether the model has only one layer group. Then a hit may end at any token."""
+        """Whether the model has only one layer group, so that a hit may end at any token."""
         return len(self.groups) == 1
 
     @property

@@ -15,7 +15,7 @@ Subclass :class:`StoreTests` and override its fixture ``open_store``. pytest run
             for store in opened:
                 store.close()
 
-The tests use only public methods of a store. They need pytest and hypothesis.
+The tests use only public methods of a store. The suite needs pytest and hypothesis.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ListenerPlace:
 
     def serve(self, *, probe: bool = False) -> bool:
         """Record that a complete request has arrived. Return False if the maximum of connections is being
-        served. Then the caller must refuse the request and close the connection."""
+        served. After False, the caller must refuse the request and close the connection."""
         return self._places._serve(self, probe)
 
     def wait(self, seconds: float = FIRST_REQUEST_S) -> None:

@@ -6,8 +6,8 @@ gets :class:`Refused`. The msgpack part is one of the structs below, as an array
 name. Page frames follow only :class:`Write` and :class:`Fetched`, which clients on other hosts use.
 
 The client chooses the ``id`` of a request, and the answer repeats it. Answers may arrive in any order.
-``wait_s`` is how many seconds the sender will wait. The answer has the pages that are available by then.
-One-way messages have no id and no answer.
+``wait_s`` is how many seconds the sender will wait. The daemon answers within this time, with the pages that
+are available. One-way messages have no id and no answer.
 
 The daemon trusts nothing in a message. An unknown, malformed or oversized message is answered with
 :class:`Refused` if its id can be read, and is ignored otherwise.
@@ -130,8 +130,8 @@ class PromptPart(Message):
     """A prompt. ``path`` is a number that an earlier answer gave to a prefix, and the prompt begins with the
     first ``known`` chunks of this prefix. ``keys`` (16 bytes each) and ``tokens`` (uint32, little-endian) are
     those of the chunks after the known ones, up to the prompt's end. ``named``: the chunks are whole named
-    pages, each found by its own key. Then ``known`` is the number of pages before them, which decides their
-    eviction order."""
+    pages, each found by its own key. For named chunks, ``known`` is the number of pages before them, which
+    decides their eviction order."""
 
     identity: int
     keys: Payload

@@ -1,7 +1,7 @@
 """Accepts connections for a listening ZMQ socket, and forwards their bytes to it.
 
-libzmq aborts the process if its listener at ``ipc://PATH`` finds no free file descriptor. It also accepts any
-number of silent connections. So the ZMQ socket is bound to a private address that only this process may
+libzmq aborts the process if its listener at ``ipc://PATH`` finds no free file descriptor. libzmq also accepts
+any number of silent connections. So the ZMQ socket is bound to a private address that only this process may
 connect to, and :class:`~tierstore.wire.listener.Listener` accepts the clients' connections. Each connection
 needs two more descriptors, and each byte one more copy. So a door serves events and operators, but no pages.
 """

@@ -20,8 +20,8 @@ _VOLATILE = ("tmpfs", "ramfs")
 
 
 def checks(directory: Path) -> Iterator[Check]:
-    """Check the file system of ``directory``. This creates and removes a temporary file in ``directory`` or
-    its nearest existing parent."""
+    """Check the file system of ``directory``. The check creates and removes a temporary file in ``directory``
+    or its nearest existing parent."""
     place = directory.absolute()
     while not place.exists() and place != place.parent:
         place = place.parent

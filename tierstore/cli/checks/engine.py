@@ -119,8 +119,8 @@ def dotted(version: tuple[int, ...]) -> str:
 def probe(
     what: str, engine: str, program: str, config: Mapping[str, Any], *, installed: bool, good: str
 ) -> Check:
-    """Check that the Python code ``program``, which imports the engine, runs without an error. Its argument
-    is ``config`` as JSON. If it fails, its last line on stderr is the reason."""
+    """Check that the Python code ``program``, which imports the engine, runs without an error. The argument
+    of ``program`` is ``config`` as JSON. If ``program`` fails, its last line on stderr is the reason."""
     if not installed:
         return warn(what, "not tested", f"{engine} is not installed here")
     command = [sys.executable, "-c", program, json.dumps(config)]

@@ -1,4 +1,4 @@
-"""Checks of the GPU, through the NVIDIA driver. They need neither torch nor CuPy."""
+"""Checks of the GPU, through the NVIDIA driver. The checks need neither torch nor CuPy."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_flags_go_before_the_environment_before_the_file_before_the_defaults(tmp
         ({"metrics_port": 70000}, {}, "", "a port must lie between"),
         ({"lease_s": 0.0}, {}, "", "lease_s is 0.0"),
         ({"listen": ""}, {}, "", "listen is empty"),
-        ({"listen": ","}, {}, "", "one of its parts is empty"),
+        ({"listen": ","}, {}, "", "a part between commas is empty"),
         ({"disk": ""}, {}, "", "--disk is empty"),
         ({"quotas": "bob"}, {}, "", "not a size"),
         ({"events": "a=ipc:///x,a=ipc:///y"}, {}, "", "one model has two endpoints"),
