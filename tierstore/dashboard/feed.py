@@ -112,7 +112,7 @@ class Feed:
     async def follow(self, send: Callable[[bytes], Awaitable[None]]) -> None:
         """Send the history and then every new sample, until the feed is closed. Raise the exceptions of
         ``send``, and :class:`SlowViewerError` if a ``send`` takes longer than ``slow_s``."""
-        await self._send(send, self._history())
+        await self._send(send, f"retry: {_RETRY_MS}\n".encode() + _event("history", list(self._past)))
         seen = 0
         while not self._closed:
             changed = self._changed
@@ -132,9 +132,6 @@ class Feed:
             sending.result()
         finally:
             sending.cancel()
-
-    def _history(self) -> bytes:
-        return f"retry: {_RETRY_MS}\n".encode() + _event("history", list(self._past))
 
     async def _run(self) -> None:
         failed = False

@@ -142,14 +142,13 @@ class Site:
                 return _text(401, "a token is required", {"WWW-Authenticate": "Bearer"})
             return WebAnswer(200, {"Content-Type": _EVENTS, **_HEADERS}, follows=True)
         if not name:
-            return self._page() if allowed else self._ask("")
-        body = _assets().get(name)
-        if body is None:
+            if not allowed:
+                return self._ask("")
+            return WebAnswer(200, {"Content-Type": _KINDS[".html"], **_HEADERS}, _documents()["page.html"])
+        body = _documents().get(name)
+        if body is None or not name.endswith((".js", ".css", ".svg")):  # these are served without a token
             return _text(404, "no such file")
         return WebAnswer(200, {"Content-Type": _KINDS[Path(name).suffix], **_HEADERS}, body)
-
-    def _page(self) -> WebAnswer:
-        return WebAnswer(200, {"Content-Type": _KINDS[".html"], **_HEADERS}, _documents()["page.html"])
 
     def _ask(self, why: str) -> WebAnswer:
         headers = {"Content-Type": _KINDS[".html"], "WWW-Authenticate": "Bearer", **_HEADERS}
@@ -217,9 +216,3 @@ def _documents() -> dict[str, bytes]:
     """Return the files in ``assets``, by name."""
     folder = resources.files("tierstore.dashboard") / "assets"
     return {each.name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
-
-
-def _assets() -> Mapping[str, bytes]:
-    """Return the scripts, styles and images of the dashboard, which are served without a token."""
-    kinds = (".js", ".css", ".svg")
-    return {name: body for name, body in _documents().items() if name.endswith(kinds)}

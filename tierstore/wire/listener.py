@@ -44,7 +44,6 @@ class ListenerPlace:
     def __init__(self, places: Places, hang_up: Callable[[], None]) -> None:
         self._places = places
         self.hang_up = hang_up
-        self._probe = False
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -55,16 +54,37 @@ class ListenerPlace:
     def serve(self, *, probe: bool = False) -> bool:
         """Record that a complete request has arrived. Return False if the maximum of connections is being
         served. After False, the caller must refuse the request and close the connection."""
-        return self._places._serve(self, probe)
+        places = self._places
+        self.leave()
+        if not places.full:
+            places.served.add(self)
+        elif probe and len(places.probes) < _PROBES:
+            places.probes.add(self)
+        else:
+            self.wait()  # so that the client can read the refusal
+            return False
+        return True
 
     def wait(self, seconds: float = FIRST_REQUEST_S) -> None:
         """Record that the connection waits for a complete request. After ``seconds``, ``hang_up`` is
         called."""
-        self._places._wait(self, seconds)
+        self.leave()
+        self._places.waiting[self] = None
+        self._deadline = self._places.loop.call_later(seconds, self.give_up)
 
     def leave(self) -> None:
         """Record that the connection has ended. Idempotent."""
-        self._places._forget(self)
+        self._places.waiting.pop(self, None)
+        self._places.served.discard(self)
+        self._places.probes.discard(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def give_up(self) -> None:
+        """Shut the connection down, because it has sent no request in time or must make room."""
+        self.leave()
+        self.hang_up()
 
 
 class Places:
@@ -73,7 +93,7 @@ class Places:
     def __init__(self, most: int) -> None:
         self._most = most
         self._most_waiting = max(min(_MOST_WAITING, limit() // _WAITING_SHARE), 4 * _BATCH)
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self.waiting: dict[ListenerPlace, None] = {}  # the longest-waiting one first
         self.served: set[ListenerPlace] = set()
         self.probes: set[ListenerPlace] = set()
@@ -97,37 +117,9 @@ class Places:
     def make_room(self) -> bool:
         """Shut down the connection that has waited longest. Return False if no connection waits."""
         for place in self.waiting:
-            self._give_up(place)
+            place.give_up()
             return True
         return False
-
-    def _serve(self, place: ListenerPlace, probe: bool) -> bool:
-        self._forget(place)
-        if not self.full:
-            self.served.add(place)
-        elif probe and len(self.probes) < _PROBES:
-            self.probes.add(place)
-        else:
-            place.wait()  # so that the client can read the refusal
-            return False
-        return True
-
-    def _wait(self, place: ListenerPlace, seconds: float) -> None:
-        self._forget(place)
-        self.waiting[place] = None
-        place._deadline = self._loop.call_later(seconds, self._give_up, place)
-
-    def _forget(self, place: ListenerPlace) -> None:
-        self.waiting.pop(place, None)
-        self.served.discard(place)
-        self.probes.discard(place)
-        if place._deadline is not None:
-            place._deadline.cancel()
-            place._deadline = None
-
-    def _give_up(self, place: ListenerPlace) -> None:
-        self._forget(place)
-        place.hang_up()
 
 
 class Listener:

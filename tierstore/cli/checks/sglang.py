@@ -41,7 +41,15 @@ def checks(url: str | None, extra: str | None) -> Iterator[Check]:
     """
     config = proposed(url) if extra is None else json_object("--extra-config", extra)
     version = installed("sglang")
-    yield _version(version)
+    yield version_check(
+        "sglang",
+        version,
+        OLDEST,
+        TRIED,
+        absent="install tierstore in the environment (or image) of SGLang, and run this there",
+        old=f"this version's page names ignore cache salts: use {dotted(OLDEST)} or newer",
+        new=f"newer than the last tested version ({dotted(TRIED)}): test it first",
+    )
     yield from _config(config)
     good = f"{config.get('module_path')}:{config.get('class_name')} loads"
     yield probe("sglang backend", "SGLang", _PROBE, config, installed=version is not None, good=good)
@@ -59,18 +67,6 @@ def proposed(url: str | None) -> dict[str, Any]:
         _PREFIX: True,
     }
     return config if url is None else {**config, "store": url}
-
-
-def _version(version: str | None) -> Check:
-    return version_check(
-        "sglang",
-        version,
-        OLDEST,
-        TRIED,
-        absent="install tierstore in the environment (or image) of SGLang, and run this there",
-        old=f"this version's page names ignore cache salts: use {dotted(OLDEST)} or newer",
-        new=f"newer than the last tested version ({dotted(TRIED)}): test it first",
-    )
 
 
 def _config(config: Mapping[str, Any]) -> Iterator[Check]:

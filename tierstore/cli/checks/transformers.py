@@ -40,15 +40,7 @@ if tokens < 32:
 def checks(url: str | None) -> Iterator[Check]:
     """Check transformers, the cache, and the daemon at ``url`` (None: no daemon). Takes seconds."""
     version = installed("transformers")
-    yield _version(version)
-    good = "the pages of a small model were saved and loaded"
-    yield probe("TierStoreCache", "transformers", _PROBE, {}, installed=version is not None, good=good)
-    if url is not None:
-        yield from daemon_checks(url)
-
-
-def _version(version: str | None) -> Check:
-    return version_check(
+    yield version_check(
         "transformers",
         version,
         OLDEST,
@@ -57,3 +49,7 @@ def _version(version: str | None) -> Check:
         old=f"TierStoreCache needs {dotted(OLDEST)} or newer",
         new=f"newer than the last tested version ({dotted(TRIED)}): test it first",
     )
+    good = "the pages of a small model were saved and loaded"
+    yield probe("TierStoreCache", "transformers", _PROBE, {}, installed=version is not None, good=good)
+    if url is not None:
+        yield from daemon_checks(url)
