@@ -32,7 +32,7 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found]
 
 PREFIX = "TIERSTORE_"
-_OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # of other programs of this project
+_OTHERS = frozenset({"TIERSTORE_API_KEY", "TIERSTORE_OPERATOR_KEY"})  # variables of the engine and the proxy
 _KUBERNETES = re.compile(  # variables that Kubernetes sets for a Service whose name begins with tierstore
     r"TIERSTORE_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)=.*|PORT(_\d+_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.*"
     r"|PORT_\d+_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR)=.*)"

@@ -46,7 +46,7 @@ def _compiled_part() -> Check:
     missing = [name for name, part in parts.items() if part is None]
     if missing:
         advice = (
-            "copies, codecs and the bundled engine are slower without it. Install a C compiler (gcc), "
+            "copies, codecs and the bundled engine are slower without this part. Install a C compiler (gcc), "
             "then: pip install --force-reinstall "
             "--no-deps tierstore (in a checkout: pip install --force-reinstall --no-deps -e .)"
         )
