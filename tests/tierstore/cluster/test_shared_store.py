@@ -82,7 +82,7 @@ def test_tenants_and_other_models_find_nothing(start):
 def test_a_forget_says_that_it_reaches_one_host(start):
     code, _, err = commands.run("forget", "--connect", start().url, "--tenant", "acme")
     assert code == 0
-    assert "pages that other hosts or a bucket hold are not forgotten" in err
+    assert "pages on other hosts or in a bucket are not forgotten" in err
 
 
 def test_a_secret_keeps_others_out(start, tmp_path):
