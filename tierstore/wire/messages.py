@@ -9,8 +9,8 @@ The client chooses the ``id`` of a request, and the answer repeats it. Answers m
 ``wait_s`` is how many seconds the sender will wait. The daemon answers within this time, with the pages that
 are available. One-way messages have no id and no answer.
 
-The daemon trusts nothing in a message. An unknown, malformed or oversized message is answered with
-:class:`Refused` if its id can be read, and is ignored otherwise.
+The daemon trusts nothing in a message. A message above ``MAX_MESSAGE_BYTES`` ends the connection. An unknown
+or malformed message is answered with :class:`Refused` if its id can be read, and is ignored otherwise.
 """
 
 from __future__ import annotations
