@@ -27,7 +27,7 @@ def make_attention(pool: PagePool, config: ModelConfig) -> Attention:
 
         [group] = pool.spec.groups
         kind = CudaLatentAttention if group.kind is LayerKind.MLA_LATENT else CudaAttention
-        launcher = CupyLauncher(pool.device)  # first: its error says what is missing
+        launcher = CupyLauncher(pool.device)  # imported first, because its error says what is missing
         device = kind(pages_on_device(pool), pool.spec, config, launcher)
         return PushDownAttention(pool, config, device) if isinstance(pool, DeviceOverflowPool) else device
     raise ModelError(f"no attention backend for device {pool.device!r} in this version: use cpu")

@@ -4,11 +4,12 @@ The pool of the hbm tier *is* the KV memory. A backend sees it as::
 
     kv [num_pages, layers, 2, kv_heads, chunk_tokens, head_dim]     (0 is K, 1 is V)
 
-If KV is quantised, these are codes, followed by each layer's scales (:mod:`tierstore_engine.kv_format`). A
-sequence's tokens ``64 i … 64 i + 63`` (for 64-token chunks) are in the page at entry ``i`` of its block
-table. The choice of pages must not matter: the same contents give the same bits. A model whose layers
-remember the past in several ways has a pool, a table and a backend for each layer group. A table has no page
-(``NO_PAGE``) for a chunk that no later token of its group can see.
+If KV is quantised, a page has codes instead of numbers, followed by each layer's scales
+(:mod:`tierstore_engine.kv_format`). A sequence's tokens ``64 i … 64 i + 63`` (for 64-token chunks) are in the
+page at entry ``i`` of its block table. The result must not depend on which pages are used: pages with the
+same contents give the same bits. A model with several layer groups has a pool, a block table and a backend
+for each of them. A block table has ``NO_PAGE`` in the place of a chunk that no later token of the group can
+see.
 """
 
 from __future__ import annotations
@@ -31,20 +32,21 @@ from tierstore_engine.rope import rotate
 
 S = TypeVar("S")
 
-_LEAST_SHARE = 1e-6  # WithoutFirst divides by at least this part of a softmax
+_LEAST_SHARE = 1e-6  # the least part of a softmax by which WithoutFirst divides
 
 NO_PAGE = -1
-"""In a block table: the chunk's page was released."""
+"""An entry of a block table that says that the chunk's page was released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The tokens ``start … stop`` of one sequence, computed in this step. Earlier tokens are in pages.
+    """The tokens ``start … stop`` of one sequence, which this step computes. The KV of earlier tokens is in
+    pages.
 
     ``tables`` has a block table for each layer group, with one page per chunk, at least up to ``stop``. The
     table of a recurrent state has the one page with the sequence's state. The last ``drafted`` tokens may be
-    rejected: the page keeps the state before them. The tokens of each range in ``mutual`` (of one image) see
-    one another; all others see only tokens before them.
+    rejected, so the page keeps the state before them. The tokens of each range in ``mutual`` (of one image)
+    see one another; all others see only tokens before them.
     """
 
     tables: tuple[Sequence[int], ...]
@@ -54,7 +56,8 @@ class Span:
     mutual: tuple[range, ...] = ()
 
     def parts(self) -> Iterator[Span]:
-        """Yield the span in parts that are no image, or one: ``mutual`` is then all of the part."""
+        """Split the span at its images. Yield its parts: each is one image (then ``mutual`` covers all of
+        it), or has no token of an image."""
         at = self.start
         for image in (*self.mutual, range(self.stop, self.stop)):
             if at < image.start:
@@ -64,7 +67,8 @@ class Span:
             at = image.stop
 
     def moved(self, tables: tuple[Sequence[int], ...], tokens: int) -> Span:
-        """Return the span in other tables that lack the first ``tokens`` tokens."""
+        """Return the span with other block tables, which do not have the first ``tokens`` tokens of the
+        sequence."""
         mutual = tuple(range(image.start - tokens, image.stop - tokens) for image in self.mutual)
         return Span(tables, self.start - tokens, self.stop - tokens, self.drafted, mutual)
 
@@ -74,7 +78,7 @@ class Span:
 
     @property
     def block_table(self) -> Sequence[int]:
-        """Return the first group's block table."""
+        """Return the block table of the first layer group."""
         return self.tables[0]
 
     @property
@@ -84,8 +88,8 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class BatchLayout:
-    """The places of a step's flattened tokens in the pages of one layer group. Rows are in the order of
-    ``spans``.
+    """The places of a step's tokens in the pages of one layer group. The tokens of all spans are numbered one
+    after the other. Rows are in the order of ``spans``.
 
     ``pages`` and ``offsets`` (int64 ``[tokens]``) are the places of each new token's KV. ``block_tables`` has
     each span's table as an int64 tensor. A recurrent state has no data per token: ``pages`` and ``offsets``
@@ -117,17 +121,18 @@ class BatchLayout:
 
 
 class Prepared(Generic[S]):
-    """A backend's preparation of a batch, made once for all layers. It is kept for the newest batch, and
-    permanently for fixed batches (:meth:`CudaAttention.fix
+    """A backend's preparation of a batch, made once for all layers. The preparation is kept for the newest
+    batch, and permanently for fixed batches (:meth:`CudaAttention.fix
     <tierstore_engine.attention.cuda.CudaAttention.fix>`)."""
 
     def __init__(self) -> None:
-        # by the batch's id; the entry keeps the batch alive
+        # by the id of a batch, which the entry keeps alive
         self._fixed: dict[int, tuple[BatchLayout, S]] = {}
         self._newest: tuple[BatchLayout, Hashable, S] | None = None
 
     def fix(self, batch: BatchLayout, made: S) -> BatchLayout:
-        """Use ``made`` for every kind of this batch. Return the batch."""
+        """Use ``made`` as the preparation of this batch for every kind. Return
+        the batch."""
         self._fixed[id(batch)] = batch, made
         return batch
 
@@ -142,21 +147,21 @@ class Prepared(Generic[S]):
 
 
 class Attention(ABC):
-    """Paged attention on one device. In each step a layer is first written and then attended to."""
+    """Paged attention on one device. In each step, call :meth:`write` for a layer before its attention."""
 
     def pointwise(self, config: ModelConfig) -> Pointwise:
         """Return the pointwise operations for this device."""
         return Pointwise.of(config)
 
     def product(self, config: ModelConfig) -> Product | None:
-        """Return this device's products, in which a row's bits do not depend on the other rows. None: the
-        compiled part computes them."""
+        """Return this device's matrix products, in which a row's bits do not depend on the other rows. Return
+        None if the compiled part computes products."""
         return None
 
     @abstractmethod
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None, batch: BatchLayout) -> None:
         """Write the new tokens' ``keys`` and ``values`` (``[tokens, kv_heads, head_dim]``) into their pages.
-        A group with latents has them as keys, ``[tokens, 1, width]``, and no values."""
+        Latents are passed as keys, ``[tokens, 1, width]``, without values."""
 
     def rotate_and_write(
         self,
@@ -177,8 +182,8 @@ class Attention(ABC):
     @abstractmethod
     def attend(self, layer: int, queries: torch.Tensor, batch: BatchLayout) -> torch.Tensor:
         """Return causal attention of ``queries [tokens, heads, head_dim]`` over each sequence's own pages, in
-        the same shape and dtype. It is windowed or chunked if the layer is. Latents are both keys and values,
-        and set the width. Pages are only read."""
+        the same shape and dtype. If the layer has a window or chunks, so has the attention. Latents are both
+        keys and values, and set the width. Pages are only read."""
 
     @abstractmethod
     def attend_with_lse(
@@ -190,7 +195,7 @@ class Attention(ABC):
 
 @dataclass(frozen=True, slots=True)
 class SeenTokens:
-    """The tokens of one sequence's pages that some queries see. ``table`` (int64) has the pages, and must
+    """Which tokens of one sequence's pages a range of queries sees. ``table`` (int64) has the pages, and must
     stay alive. Tokens are numbered through these pages. The query of row ``first_row + i`` sees the tokens
     ``firsts[i] … stops[i]``, at least one."""
 
@@ -201,28 +206,29 @@ class SeenTokens:
 
 
 class PartAttention(Attention):
-    """Attention over some of a sequence's pages, whose outputs merge with those over the others."""
+    """Attention over some of a sequence's pages. Its outputs can be merged with the outputs of attention over
+    the sequence's other pages."""
 
     @abstractmethod
     def plan(self, seen: Sequence[SeenTokens]) -> Any:
-        """Return a preparation of :meth:`over`, for any layer. ``seen`` has all rows of the queries, in
-        order."""
+        """Return a preparation of :meth:`over`, for any layer. The entries of ``seen`` cover all rows of the
+        queries, in order."""
 
     @abstractmethod
     def over(
         self, layer: int, queries: torch.Tensor, planned: Any, block: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return attention of ``queries [rows, heads, head_dim]`` over the tokens that they see, in float32,
-        and LSEs as :meth:`attend_with_lse` does. Pages are those of the pool, or of ``block``: uint8
-        ``[pages, bytes]`` with this layer of each page."""
+        and LSEs as :meth:`attend_with_lse` does. The pages are in the pool, or in ``block``, uint8 ``[pages,
+        bytes]``, which has this layer of each page."""
 
 
 class WithoutFirst(Attention):
     """Attention over the pages of ``inner`` in which no token sees its sequence's token 0.
 
-    Token 0 is written as zeros. So its score is 0, and its part of the softmax is ``exp(-lse)`` and adds
-    nothing to the output. Dividing the output by the rest of the softmax leaves out this part exactly. Do not
-    use the output of token 0 itself.
+    Token 0 is written as zeros. Its score is therefore 0, its part of the softmax is ``exp(-lse)``, and it
+    adds nothing to the output. Dividing the output by the rest of the softmax leaves out this part exactly.
+    Do not use the output of token 0 itself.
     """
 
     def __init__(self, inner: Attention) -> None:
@@ -256,7 +262,7 @@ class WithoutFirst(Attention):
 
 def pages_on_device(pool: PagePool) -> torch.Tensor:
     """Return the memory of a pool on a GPU, uint8 ``[num_pages, page_bytes]``."""
-    # Not a copy: the array has a __cuda_array_interface__.
+    # This makes no copy, because the array has a __cuda_array_interface__.
     pages = torch.as_tensor(pool.array, device=pool.device)
     assert pages.data_ptr() == pool.array.__cuda_array_interface__["data"][0], "torch copied the pool"
     return pages

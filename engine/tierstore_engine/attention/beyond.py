@@ -1,11 +1,11 @@
 """Attention over pages that are partly in an overflow file (:mod:`tierstore.tiers.overflow`).
 
-The pages in the overflow file are read layer by layer into staging memory, ahead of the computation, and
-attended to there. Every layer of a step reads the same *batches* of pages, in the same order:
+Pages in the overflow file are read layer by layer into staging memory, ahead of the computation. Attention
+reads them there. Every layer of a step reads the same *batches* of pages, in the same order:
 
-1. for the spans of a few tokens together: the pages of a window of chunks, then those of the next window.
-   A page that several sequences share is read once;
-2. for each longer span: the pages of its past, block by block.
+1. for all spans of a few tokens together: the pages of a window (a range of chunks), then the pages of the
+   next window. A page that several sequences share is read once;
+2. for each longer span: the pages before the span, block by block.
 
 The order in which tokens are summed is that of attention over pages in memory, so the result has the same
 bits.
@@ -29,8 +29,8 @@ from tierstore_engine.config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class ChunkWindow:
-    """Chunks ``first … stop`` of all short spans. ``pages`` are those in the file. Entry ``slots[i]`` of the
-    spans' concatenated tables is ``pages[which[i]]``."""
+    """Chunks ``first … stop`` of all short spans. ``pages`` are its pages that are in the file. Entry
+    ``slots[i]`` of the spans' concatenated block tables is ``pages[which[i]]``."""
 
     first: int
     stop: int
@@ -48,7 +48,7 @@ class BeyondMemory:
         self._config = config
         self._stream: PageStream | None = None
         self._open = ExitStack()
-        self._staged: dict[int, KVPages] = {}  # by the address of a staging buffer
+        self._staged: dict[int, KVPages] = {}  # by the address of the staging buffer
 
     @property
     def active(self) -> bool:
@@ -56,7 +56,7 @@ class BeyondMemory:
         return self._stream is not None
 
     def prepare(self, batch: BatchLayout) -> list[Numbers]:
-        """Give memory to the pages that the batch writes. Return its spans' tables, as far as they are used.
+        """Give memory to the pages that the batch writes. Return the used part of each span's block table.
         Raises the errors of :meth:`OverflowPool.prepare`."""
         self.close()
         tables = [
@@ -83,7 +83,8 @@ class BeyondMemory:
     # -- longer spans ----------------------------------------------------------------------------------
 
     def batches(self, pages: Numbers) -> list[Numbers]:
-        """Return the positions in ``pages`` of those in the file, as many at a time as are staged."""
+        """Return the positions in ``pages`` of the pages that are in the file, in groups that fit into a
+        staging buffer."""
         positions = np.flatnonzero(self.pool.is_beyond(pages))
         most = self.pool.staged_pages
         return [positions[first : first + most] for first in range(0, len(positions), most)]
@@ -103,7 +104,7 @@ class BeyondMemory:
                 staged.gather(layer, torch.arange(at, at + count), part)
 
     def _part(self, out: torch.Tensor, first: int, count: int) -> torch.Tensor:
-        """Return the tokens of some pages."""
+        """Return the part of ``out`` that belongs to ``count`` pages from page ``first`` on."""
         return out[:, :, first * self.chunk_tokens : (first + count) * self.chunk_tokens]
 
     def _staged_at(self, address: int) -> KVPages:
@@ -118,8 +119,8 @@ class BeyondMemory:
     # -- spans of a few tokens -------------------------------------------------------------------------
 
     def windows(self, tables: Sequence[Numbers]) -> list[ChunkWindow]:
-        """Return windows that together have all chunks of ``tables``. The pages of each fit a staging
-        buffer."""
+        """Return windows that together have all chunks of ``tables``. The pages of each window fit into a
+        staging buffer."""
         pages = np.concatenate(tables)
         chunks = np.concatenate([np.arange(len(table)) for table in tables])
         slots = np.flatnonzero(self.pool.is_beyond(pages))
@@ -131,7 +132,7 @@ class BeyondMemory:
         per_chunk = np.bincount(at[new], minlength=1)
         windows, first, count = [], 0, 0
         for chunk, more in enumerate(per_chunk.tolist()):
-            assert more <= self.pool.staged_pages, "a staging buffer has a page for each sequence"
+            assert more <= self.pool.staged_pages, "a staging buffer has room for one page of each sequence"
             if count + more > self.pool.staged_pages:
                 windows.append((first, chunk))
                 first, count = chunk, 0
@@ -145,11 +146,11 @@ class BeyondMemory:
         return ChunkWindow(first, stop, pages, slots[own], which)
 
     def places(self, pages: Numbers) -> Numbers:
-        """Return where pages in memory begin, in bytes from the pool's first page."""
+        """Return the offsets of pages in memory, in bytes from the pool's first page."""
         return pages * self.pool.stride
 
     def staged_places(self, layer: int, window: ChunkWindow) -> Numbers:
-        """Return where the window's pages *would* begin, in bytes from the pool's first page, if the layer
-        that the stream has of them were in place."""
+        """Return the offsets that the window's pages *would* have, in bytes from the pool's first page, so
+        that the layer in the staging buffer lies where the layer of such a page is expected."""
         start = self.take() - self.pool.address - self.pool.spec.layer(layer).start
         return start + window.which * self.pool.file.stride

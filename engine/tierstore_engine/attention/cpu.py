@@ -1,15 +1,17 @@
-"""Paged attention on the CPU: pages are gathered block by block into a small buffer and attended to there.
-Spans of a few tokens are attended to where their pages lie (:mod:`tierstore_engine.attention.in_place`).
+"""Paged attention on the CPU. Pages are gathered block by block into a small buffer, and attention reads this
+buffer. For spans of a few tokens, attention reads the pages in place
+(:mod:`tierstore_engine.attention.in_place`).
 
-A span of new tokens sees two parts: the *past*, which every query sees completely, and *itself*, causally.
-Each part gives an output and the logarithm of its softmax denominator. Two such pairs merge exactly::
+The queries of a span of new tokens see two parts: the *past*, which every query sees completely, and the span
+*itself*, causally. Each part gives an output and the logarithm of its softmax denominator. Two such pairs
+merge exactly::
 
     lse = log(exp(lse₁) + exp(lse₂))        out = out₁ exp(lse₁ - lse) + out₂ exp(lse₂ - lse)
 
-So no mask of chunk × context is needed, and the past can be handled in blocks. Blocks begin at multiples of
-``BLOCK_TOKENS``, wherever the past ends, so that equal work has equal shapes and equal bits. A block of a few
-MB stays in the cache between gathering and reading. Gathering 100K tokens at once costs twice as much, and
-its buffer would be as large as the KV itself.
+No mask of span × context is therefore needed, and the past can be processed in blocks. Blocks begin at
+multiples of ``BLOCK_TOKENS``, independently of where the past ends. Equal work therefore has equal shapes and
+equal bits. A block of a few MB stays in the cache between gathering and reading. Gathering 100K tokens at
+once costs twice as much, and its buffer would be as large as the KV itself.
 
 If scores are capped, plain products are used, because the library's kernel cannot cap scores. Everything is
 computed in float32 for every page format: quantised data is dequantised on the way into the buffer.
@@ -56,8 +58,8 @@ class CpuAttention(PartAttention):
     """Attention on the CPU; see the module. It has one gather buffer of ``BLOCK_TOKENS`` tokens of one
     layer.
 
-    With ``past_only``, every new token sees the tokens before its span, and not its span. This is for a span
-    whose own pages are on a device. The layers must see every token.
+    With ``past_only``, every new token sees the tokens before its span, and not its span. This is for spans
+    whose own pages are on a GPU, in layers that see every token.
     """
 
     def __init__(self, pool: PagePool, config: ModelConfig, *, past_only: bool = False) -> None:
@@ -71,13 +73,14 @@ class CpuAttention(PartAttention):
         self._planes = group.planes
         self._scale = config.attention_scale
         self._cap = config.score_cap
-        # One page more than a block, because a block's first token may be inside a page.
+        # The buffer has one page more than a block, because the first token of a block may lie inside a page.
         tokens = self._block + self._chunk
         memory = torch.from_numpy(pool.array)
         self._spec = pool.spec
         self._pages = kv_pages(memory, pool.spec, config, gathered=tokens // self._chunk)
         self._beyond = BeyondMemory(pool, config) if isinstance(pool, OverflowPool) else None
-        self._prepared: BatchLayout | None = None  # for which memory was given to the pages that it writes
+        # the last batch for which the pages that it writes got memory
+        self._prepared: BatchLayout | None = None
         self._in_place = InPlace.over(pool, config, past_only=past_only)
         self._gathered = torch.empty((self._planes, self._kv_heads, tokens, self._width))
 
@@ -162,8 +165,8 @@ class CpuAttention(PartAttention):
         return out, lse
 
     def prepare(self, batch: BatchLayout) -> None:
-        """Give memory to the pages that a batch writes, and start to read its pages that have none. Do
-        nothing if the batch is prepared. Raises the errors of :meth:`OverflowPool.prepare
+        """Give memory to the pages that a batch writes, and start to read its pages that are not in memory.
+        Do nothing if the batch is prepared already. Raises the errors of :meth:`OverflowPool.prepare
         <tierstore.tiers.overflow.OverflowPool.prepare>`."""
         if self._beyond is None or self._prepared is batch:
             return
@@ -178,7 +181,7 @@ class CpuAttention(PartAttention):
         self._prepared = batch
 
     def stop_reading(self) -> None:
-        """Stop to read ahead for the last batch, so that another reader may use the staging memory."""
+        """Stop reading ahead for the last batch, so that another reader may use the staging memory."""
         self._prepared = None
         if self._beyond is not None:
             self._beyond.close()
@@ -191,9 +194,9 @@ class CpuAttention(PartAttention):
                 yield from (pages[positions] for positions in beyond.batches(pages))
 
     def _parts(self, span: Span, chunk: int | None) -> Iterator[tuple[int, int, bool]]:
-        """Yield the parts of a span that are attended to at once, and whether their tokens see one another.
-        Parts are images, and other tokens within a block (and within an attention ``chunk`` if the layer has
-        chunks). A span that does not see itself is one part."""
+        """Yield the parts of a span for which attention is computed in one call, and whether the tokens of
+        each see one another. A part is an image, or consecutive other tokens within a block (and within an
+        attention ``chunk`` if the layer has chunks). A span that does not see itself is one part."""
         if self._past_only:
             yield span.start, span.stop, False
             return
@@ -205,7 +208,7 @@ class CpuAttention(PartAttention):
                 yield from ((start, stop, False) for start, stop in _cut(first, end, chunk or self._block))
 
     def _chunked(self, layer: int) -> int | None:
-        """Return the tokens of the layer's attention chunks; None without chunks."""
+        """Return the number of tokens in an attention chunk of the layer; None if the layer has no chunks."""
         chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION
         return self._config.window(layer) if chunked else None
 
@@ -213,7 +216,8 @@ class CpuAttention(PartAttention):
         self, layer: int, queries: torch.Tensor, table: torch.Tensor, start: int, stop: int, *, mutual: bool
     ) -> Partial:
         """Return attention of ``queries [kv_heads, groups, tokens, head_dim]`` of the tokens ``start … stop``
-        of one sequence. A token sees the tokens before it, and the later ones too if they are ``mutual``."""
+        of one sequence. A token sees the tokens before it. If the tokens are ``mutual``, it also sees the
+        later ones."""
         first, chunk = 0, self._chunked(layer)
         if chunk is not None:
             first = start - start % chunk
@@ -221,7 +225,7 @@ class CpuAttention(PartAttention):
             return self._windowed(layer, queries, table, start, stop, window, mutual=mutual)
         past = self._over_past(layer, queries, table, range(first, start))
         if self._past_only:
-            assert past is not None, "there is no token to see"
+            assert past is not None, "the query sees no token"
             return past
         keys, values = self._gather(layer, table, start, stop)
         own = self._flash(queries, keys, values, causal=stop - start > 1 and not mutual)
@@ -235,7 +239,7 @@ class CpuAttention(PartAttention):
         past: range,
         staged: KVPages | None = None,
     ) -> Partial | None:
-        """Return attention of all queries over the tokens of ``past``; None if it is empty."""
+        """Return attention of all queries over the tokens of ``past``. Return None if ``past`` is empty."""
         kv_heads, groups, tokens, head_dim = queries.shape
         # Every query sees the whole past, so queries that share a KV head are rows of one product.
         folded = queries.reshape(kv_heads, 1, groups * tokens, head_dim)
@@ -288,8 +292,8 @@ class CpuAttention(PartAttention):
         for first, end in _cut(tokens.start, tokens.stop, self._block):
             others = torch.arange(first, end)[None, :]
             hidden = (others >= stops) | (others < firsts)
-            # Not -inf: a query that sees nothing in this block would be nan. Its huge negative lse removes
-            # the block's part when merging.
+            # The mask is not -inf, because the output of a query that sees nothing in this block would be
+            # nan. Its large negative lse removes the block's part when parts are merged.
             mask = torch.zeros(hidden.shape).masked_fill_(hidden, -1e30)
             found = self._gather(layer, seen.table, first, end, pages)
             part = self._flash(queries, *found, mask=mask[None, None])
@@ -308,7 +312,8 @@ class CpuAttention(PartAttention):
     ) -> Partial:
         if self._cap is not None:
             return _capped(queries, keys, values, self._scale, self._cap, causal=causal, mask=mask)
-        # KV heads are the batch here. Heads that share one see it through a stride of 0.
+        # The KV heads are the batch dimension here. Query heads that share a KV head get it through a stride
+        # of 0.
         shape = (keys.shape[0], queries.shape[1], keys.shape[2], keys.shape[3])
         out, lse = _flash(
             queries, keys.expand(shape), values.expand(shape), 0.0, causal, attn_mask=mask, scale=self._scale
@@ -318,8 +323,8 @@ class CpuAttention(PartAttention):
     def _gather(
         self, layer: int, table: torch.Tensor, start: int, stop: int, staged: KVPages | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``; latents
-        are both. The next call overwrites them."""
+        """Return K and V of the tokens ``start … stop``, float32 ``[kv_heads, 1, tokens, head_dim]``. Latents
+        are returned as both. The next call overwrites the returned arrays."""
         first = start // self._chunk
         pages = table[first : -(-stop // self._chunk)]
         out = self._gathered[:, :, : len(pages) * self._chunk]

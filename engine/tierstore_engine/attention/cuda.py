@@ -1,10 +1,10 @@
 """Paged attention on a GPU, by the kernels of :mod:`tierstore_engine.kernels`, which read the pages in place.
 
-Sequences with one new token in a step go to the decode kernels, all others to the prefill kernel. This takes
-two launches (decode: three) for any batch. Chunks with few tokens after a long past are prefilled in splits,
-which takes two more. If torch's own attention measured faster, chunks go there one by one (``gathered.py``).
-Everything is launched on torch's current stream, in order with the model's matrix products, and nothing waits
-for the device.
+Sequences with one new token in a step go to the decode kernels, all others to the prefill kernel. Any batch
+takes two launches (three for decoding). Chunks with few tokens after a long past are divided into splits,
+which takes two more launches. Chunks for which torch's own attention was measured to be faster are computed
+by it, one by one (``gathered.py``). Everything is launched on torch's current stream, in order with the
+model's matrix products, and nothing waits for the device.
 
 The results for a sequence depend on that sequence alone, not on the rest of the batch or on the choice of
 pages. If a token must have the same bits in every step (``ModelConfig.arithmetic``), the prefill kernel
@@ -56,8 +56,8 @@ from tierstore_engine.pointwise import Pointwise
 from tierstore_engine.products import Product
 
 MOST_PARTS = 1 << 17
-"""Parts per launch, each of one query head: 64 MiB with a head_dim of 128. One chunk has at most a
-quarter."""
+"""The most parts of one launch, each of one query head. They need 64 MiB with a head_dim of 128. One chunk
+has at most a quarter of these parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +67,15 @@ class _PagedStep:
     slots: Slots
     decoding: Sequences | None
     prefilling: Sequence[Sequences]
-    mutual: Sequence[Sequences] = ()  # the same, of tokens that see one another
-    gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()  # first row, span and pages of each
+    mutual: Sequence[Sequences] = ()  # the sequences of tokens that see one another
+    # the first row, the span and the pages of each sequence
+    gathered: Sequence[tuple[int, Span, torch.Tensor]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class _Launch:
-    """Queries that one :meth:`KernelAttention.partial` computes. ``rows`` are their rows, and ``attention``
-    is for this launch only."""
+    """The queries of one launch of :meth:`KernelAttention.partial`, at the rows ``rows``. ``attention``
+    belongs to this launch only."""
 
     rows: torch.Tensor
     layout: BatchLayout
@@ -82,7 +83,8 @@ class _Launch:
 
 
 class KernelAttention(PartAttention):
-    """Attention by kernels, over keys and values or over latents. Parts of it can be merged."""
+    """Attention by kernels, over keys and values or over latents. The results over several parts of the keys
+    can be merged."""
 
     _kernels: MergingKernels
     _launcher: Launcher
@@ -125,9 +127,9 @@ class KernelAttention(PartAttention):
         second: tuple[torch.Tensor, torch.Tensor],
         into: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge attention over two parts of the keys, each from :meth:`partial` here or elsewhere. Return
-        outputs and LSEs: in float32 for another merge, or ``into`` (an output of the model's dtype, and
-        LSEs)."""
+        """Merge attention over two parts of the keys, each computed by :meth:`partial` of this or another
+        backend. Return outputs and LSEs: in float32 for another merge, or ``into`` (an output of the model's
+        dtype, and LSEs)."""
         merged = into or (torch.empty_like(first[0]), torch.empty_like(first[1]))
         self._kernels.merge(first, second, *merged)
         return merged
@@ -232,8 +234,8 @@ class CudaAttention(KernelAttention):
         )
         self._same_bits = bool(config.arithmetic)
         self.library: GatheredPrefill | None = None
-        """None if pages hold codes or scores are capped, which torch's attention does not support, and if a
-        token must have the same bits in every step."""
+        """Set only if torch's attention supports the model: pages hold no codes, scores are not capped, and a
+        token need not have the same bits in every step."""
         self.library_at = NOWHERE
         """Set after a measurement."""
         pool = pages
@@ -318,7 +320,8 @@ class CudaAttention(KernelAttention):
     def _prepared(self, batch: BatchLayout, *, with_lse: bool = False, wide: bool = False) -> _PagedStep:
         def make() -> _PagedStep:
             at_library = self._at_library if not with_lse else _nowhere
-            # Only the merge of splits writes float32, so every chunk is split, some into one part.
+            # Every chunk is split, some into one part, because only the kernel that merges splits writes
+            # float32.
             whole_at = 0 if wide or self._same_bits else 1
             parts = self._splits, whole_at, self._most_parts
             return _prepare(batch, self.chunk_tokens, at_library, *parts, decodes=not self._same_bits)
@@ -346,7 +349,7 @@ def kernel_pointwise(launcher: Launcher, config: ModelConfig) -> Pointwise:
 
 
 def sight_of(config: ModelConfig, layer: int) -> Sight:
-    """Return what a token sees in ``layer``."""
+    """Return the window or chunk in which a token of ``layer`` sees other tokens."""
     if config.kind(layer) is LayerKind.CHUNKED_ATTENTION:
         return Sight(chunk=config.window(layer))
     return Sight(window=config.window(layer))
@@ -359,7 +362,7 @@ def _layer_in(memory: torch.Tensor, pages: LayerPages) -> LayerPages:
 
 
 def _runs(steps: Numbers) -> Iterator[range]:
-    """Yield runs of rows whose numbers differ by equal ``steps`` of 0 or 1 from row to row.
+    """Yield runs of consecutive rows in which each number grows by the same step, 0 or 1, from row to row.
 
     >>> list(_runs(np.array([1, 1, 0, 0, 5, 1])))
     [range(0, 3), range(3, 5), range(5, 7)]
@@ -400,10 +403,10 @@ def _prepare(
     *,
     decodes: bool,
 ) -> _PagedStep:
-    """Sort the sequences by kernel, and copy their numbers to the device at once. Images whose tokens see one
-    another are sequences of their own. Chunks of at most ``whole_at`` splits are computed without splits.
-    Unless the decode kernel computes single tokens (``decodes``), every token has the same bits in any chunk,
-    so chunks may be cut."""
+    """Sort the sequences by kernel, and copy their numbers to the device at once. An image whose tokens see
+    one another counts as a sequence. Chunks of at most ``whole_at`` splits are computed without splits.
+    If the decode kernel does not compute single tokens (``decodes``), every token has the same bits in any
+    chunk, and chunks may be cut."""
     first_rows = accumulate((span.tokens for span in batch.spans), initial=0)
     everyone = [
         (part, row + part.start - span.start)

@@ -1,8 +1,8 @@
 """Attention over latents on a GPU, by the kernels of :mod:`tierstore_engine.kernels.latents`.
 
-Each token is handled separately. A decoded token has as many splits as its sequence is long enough for; each
-token of a prefill chunk has one. Chunks and decoded tokens take one launch each (decoding: two). The results
-for a token depend on its sequence alone. If a token must have the same bits in every step
+Each token is handled separately. The number of splits of a decoded token depends on the length of its
+sequence. A token of a prefill chunk has one split. All chunks take one launch, and all decoded tokens take
+two. The results for a token depend on its sequence alone. If a token must have the same bits in every step
 (``ModelConfig.arithmetic``), a token in a chunk gets the same splits as a decoded token.
 """
 
@@ -123,7 +123,7 @@ def _prepare(batch: BatchLayout, chunk_tokens: int, *, causal: bool) -> _LatentS
 
 @dataclass(frozen=True, slots=True)
 class _LatentKind:
-    """The spans of one launch, each with its first row. Each of their tokens is an entry."""
+    """The spans of one launch, each with its first row. Each token of a span is an *entry*."""
 
     group: int
     members: Sequence[tuple[Span, int]]

@@ -30,8 +30,8 @@ class CudaStates:
         self._steps: Prepared[StateSpans] = Prepared()
 
     def fix(self, slots: Slots, decoding: Sequences) -> BatchLayout:
-        """Return a fixed batch; see :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`. A state's
-        page is the first of its sequence's table."""
+        """Return a fixed batch; see :meth:`~tierstore_engine.attention.cuda.CudaAttention.fix`. The page of a
+        state is the first entry of its sequence's block table."""
         layout = BatchLayout((), (), slots.pages, slots.offsets)
         spans = StateSpans(decoding.rows, decoding.counts, decoding.lengths, decoding.tables)
         return self._steps.fix(layout, spans)
@@ -42,7 +42,7 @@ class CudaStates:
 
 
 class CudaDeltaStates(CudaStates, DeltaStates):
-    """States under the gated delta rule."""
+    """Recurrent states with the gated delta rule, on a GPU."""
 
     def __init__(self, pages: torch.Tensor, spec: KVSpec, config: ModelConfig, launcher: Launcher) -> None:
         super().__init__(pages, spec)

@@ -1,12 +1,12 @@
 """Prefill with torch's own attention, over pages gathered into one piece first.
 
-Gathering reads and writes the past once more, which is little beside what a chunk of a thousand tokens
-computes with it. Whether torch's kernels make up for it depends on the device, torch and the length of the
-past, so it is measured (:func:`choose`). The outcome is kept: a hit and the earlier cold run must compute in
-the same way, or they would differ in their last bits.
+Gathering reads and writes the past once more. This takes little time compared with the attention of a chunk
+of a thousand tokens. Whether torch's kernels are still faster depends on the device, on torch and on the
+length of the past, so it is measured (:func:`choose`). The outcome is stored, because a hit and the earlier
+cold run must compute in the same way. Otherwise they would differ in their last bits.
 
-After a past a chunk is attended to in two parts without a mask: all of it over the past, and itself causally.
-They merge exactly by the logarithms of their softmax denominators (LSE).
+A chunk after a past is computed in two parts without a mask: attention over the past, and causal attention
+over the chunk itself. The parts merge exactly by the logarithms of their softmax denominators (LSE).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from tierstore_engine.attention.base import numbers_on
 
 PASTS = (0, 2048, 8192, 32768, 131072)
-"""Tokens before a chunk, at which the two are compared."""
+"""The lengths of the past (tokens before a chunk) at which the two ways are compared."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention
 _flash_on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-_WORTH = 0.97  # part of the kernels' time below which the library is used
+_WORTH = 0.97  # the library is used if it takes less than this part of the kernels' time
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,16 +48,18 @@ NOWHERE = LibraryRanges()
 
 class GatheredPrefill:
     """Attention of one sequence's newest tokens over its pages in ``kv`` ``[num_pages, layers, 2, kv_heads,
-    chunk_tokens, head_dim]``. Products are multiplied by ``scale``. Layers are counted within their group."""
+    chunk_tokens, head_dim]``. Products are multiplied by ``scale``. A layer's number is its number within its
+    layer group."""
 
     def __init__(self, kv: torch.Tensor, scale: float) -> None:
         self._dtype = kv.dtype
-        self._words = kv.view(torch.int64)  # a gather costs by its elements: four 16-bit numbers in each
+        # the cost of a gather depends on the number of its elements, so each element is four 16-bit numbers
+        self._words = kv.view(torch.int64)
         self._scale = scale
 
     def attend(self, layer: int, queries: torch.Tensor, table: torch.Tensor, stop: int) -> torch.Tensor:
-        """Return attention of ``queries [tokens, heads, head_dim]``, those of the tokens up to ``stop``, in
-        the same shape. ``table`` (int64) has the sequence's pages."""
+        """Return attention of ``queries [tokens, heads, head_dim]``, which belong to the last tokens before
+        ``stop``, in the same shape. ``table`` (int64) has the sequence's pages."""
         keys, values = self.gather(layer, table, stop)
         ours = queries.transpose(0, 1).unsqueeze(0)
         past = stop - len(queries)
@@ -100,11 +102,11 @@ class GatheredPrefill:
 def choose(
     kernels_s: Callable[[int], float], library_s: Callable[[int], float], *, chunk: int, limit: int
 ) -> LibraryRanges:
-    """Return where the library is faster. Each function returns the seconds of a chunk after that many
-    tokens, infinity if it cannot be used. ``limit`` is the longest sequence.
+    """Return the lengths of the past for which the library is faster. Each function returns the seconds of a
+    chunk after that many tokens, infinity if it cannot be used. ``limit`` is the longest sequence.
 
-    The faster one at a measured length is used up to the next length. The library must be usable there as
-    well: it needs memory for the gathered pages, and more with every token.
+    The faster way at a measured length is used up to the next measured length. The library must be usable at
+    that length as well, because it needs more memory for gathered pages with every token.
     """
     pasts = [past for past in PASTS if past + chunk <= limit] or [0]
     longest = max(limit // chunk - 1, 0) * chunk

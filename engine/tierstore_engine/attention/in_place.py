@@ -1,11 +1,11 @@
-"""Attention of a few queries of a sequence over pages on the CPU, read where they lie.
+"""Attention of a few queries of a sequence on the CPU, which reads the pages in place.
 
-A decode step has one query for each sequence, or some more with a draft. Gathering the pages of each sequence
-and calling torch for each costs more than the attention itself. The compiled part
-(``tierstore/native/decode.c``) does a layer of all such sequences in one call. It computes in float32 and
-reads float32, bfloat16 and quantised pages. A query's result has the same bits in a span of any length. So a
-drafted token has the bits of a token that is computed alone. With other bits, a number of a quantised KV
-could get another code.
+A decode step has one query for each sequence, or a few more if tokens are drafted. Gathering the pages of
+each sequence and calling torch for each costs more than the attention itself. The compiled part
+(``tierstore/native/decode.c``) computes one layer of all such sequences in one call. It computes in float32
+and reads float32, bfloat16 and quantised pages. A query's result has the same bits in a span of any length. A
+drafted token therefore has the bits of a token that is computed alone. If its bits differed, a number of
+quantised KV could get another code.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from tierstore_engine.config import ModelConfig
 from tierstore_engine.products import threads_for
 
 MOST_TOKENS = 16
-"""Longer spans read each page for many queries, which torch does faster."""
+"""In a longer span, many queries read each page, and torch computes that faster."""
 
 _MOST_WIDTH = 1024  # numbers of a vector, as in the compiled part
 _ROW = np.dtype([("number", "<i8"), ("table", "<u8"), ("first", "<i8"), ("stop", "<i8")])
 
 
 _Sight: TypeAlias = tuple[int | None, bool]
-"""A layer's window or attention chunk in tokens, and whether it is a chunk."""
+"""The size of a layer's window or attention chunk in tokens, and which of the two it is."""
 
 
 class _Layer(ctypes.Structure):
@@ -61,18 +61,19 @@ class _Layer(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """The queries of a batch that are attended to in place, and the tokens of KV that they see together."""
+    """The queries of a batch whose attention is computed in place, and the total number of tokens that they
+    see."""
 
     rows: np.ndarray[tuple[int], np.dtype[np.void]]
     tokens: int
-    tables: tuple[torch.Tensor, ...]  # kept, because the rows have their addresses
+    tables: tuple[torch.Tensor, ...]  # these arrays are kept alive, because the rows contain their addresses
 
 
 @dataclass(frozen=True, slots=True)
 class _Beyond:
     """The queries of a batch over pages that are partly not in memory: for each window of chunks, the same
-    rows with the tokens that they see in it. ``places`` are the concatenated tables: where each page is, in
-    bytes from the pool's first one."""
+    rows with the tokens that they see in it. ``places`` are the concatenated block tables: the offset of each
+    page, in bytes from the pool's first page."""
 
     beyond: BeyondMemory
     places: Numbers
@@ -90,7 +91,8 @@ class InPlace:
         self._rows: dict[_Sight, Prepared[_Rows]] = {}
         [self._group] = pool.spec.groups
         self._token_bytes = pool.spec.page_bytes // pool.spec.chunk_tokens // len(self._group.layers)
-        self._fixed: list[torch.Tensor] = []  # kept, because the layers have their addresses
+        # these arrays are kept alive, because the layers contain their addresses
+        self._fixed: list[torch.Tensor] = []
         self._layers = {layer: self._layer(layer) for layer in self._group.layers}
         self._beyond: _Beyond | None = None
 
@@ -107,7 +109,7 @@ class InPlace:
         config, pool, spec = self._config, self._pool, self._pool.spec
         kinds = _kinds(config, self._group)
         alike = kinds[0] if kinds[0] == kinds[-1] else ""
-        planes = (0, self._group.planes - 1)  # latents are both keys and values
+        planes = (0, self._group.planes - 1)  # latents serve as both keys and values
         heads = heads_of(self._group, config)
         made = _Layer(
             pages=pool.array.ctypes.data,
@@ -132,7 +134,7 @@ class InPlace:
         return made
 
     def takes(self, tokens: int) -> bool:
-        """Return whether a span of ``tokens`` new tokens is attended to in place."""
+        """Return whether the attention of a span of ``tokens`` new tokens is computed in place."""
         return tokens <= MOST_TOKENS or bool(self._config.arithmetic)
 
     def attend(
@@ -153,7 +155,7 @@ class InPlace:
         out: torch.Tensor,
         lse: torch.Tensor,
     ) -> None:
-        """Compute attention for those of ``seen`` that have few rows; see
+        """Compute attention for the entries of ``seen`` with few rows; see
         :meth:`~tierstore_engine.attention.base.PartAttention.over`."""
         made = np.concatenate(
             [np.empty(0, _ROW), *(_rows_over(each) for each in seen if self.takes(len(each.firsts)))]

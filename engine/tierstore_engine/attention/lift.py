@@ -1,15 +1,15 @@
-"""Attention over pages that are copied up to a GPU for it, a layer at a time.
+"""Attention over pages that are copied from the host to a GPU for this purpose, one layer at a time.
 
 The host attends to a page once for each query. With the many queries of a prompt's chunk, this takes much
-longer than a copy of the page. So the pages pass through two staging buffers on the device, and its kernels
-attend to them there::
+longer than a copy of the page. The pages therefore pass through two staging buffers on the device, where its
+kernels read them::
 
     copies           batch 0 up │ batch 1 up           │ batch 2 up
     compute stream              │ attend to 0, merge   │ attend to 1, merge
 
 A batch is copied when its buffer is free, and computed after its copy. Pages in a file are read ahead into
-staging memory of the host first (:mod:`tierstore.tiers.overflow`). There a later read overwrites a batch, so
-the host waits for its copy.
+staging memory of the host first (:mod:`tierstore.tiers.overflow`). A later read overwrites a batch in that
+memory, so the host first waits for the copy of the batch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ _BUFFERS = 2
 
 
 def worth_lifting(queries: Sequence[int], pages: Sequence[int], break_even: float) -> bool:
-    """Return whether the pages of a step that are not on the device should be copied up, rather than attended
-    to by the host. Span ``i`` has ``queries[i]`` new tokens and ``pages[i]`` such pages::
+    """Return whether the pages of a step that are not on the device should be copied to it. Otherwise the
+    host computes the attention over them. Span ``i`` has ``queries[i]`` new tokens and ``pages[i]`` pages
+    that are not on the device::
 
         time of the host    sum of queries × pages × page bytes ÷ host rate
         time of the copies  sum of pages × page bytes ÷ link rate
@@ -76,15 +77,15 @@ class _StagingBuffer:
     def __init__(self, device: KernelAttention, memory: torch.Tensor, computed: Event) -> None:
         self.attention = device.over_layers(memory)
         self.address = memory.data_ptr()
-        self.computed = computed  # when the last computation on its memory has ended
+        self.computed = computed  # the event at the end of the last computation with this memory
 
 
 class Lift:
     """Attention of a step's queries over pages of ``pool`` that are not on the device. ``tensors`` is torch's
     device. Used by one thread.
 
-    Each layer attends to the same *batches*, in the same order: for each span the pages in host memory, then
-    those in the file.
+    Each layer reads the same *batches* of pages in the same order: for each span, first the pages in host
+    memory, then the pages in the file.
     """
 
     def __init__(self, pool: DeviceOverflowPool, device: KernelAttention, tensors: torch.device) -> None:
@@ -106,7 +107,7 @@ class Lift:
         self._copied: Event | None = None  # after the last copy
         self._reading = ExitStack()
         self._file: PageStream | None = None
-        self._batches: list[list[_LiftedBatch]] = []  # a list for each span
+        self._batches: list[list[_LiftedBatch]] = []  # for each span, the list of its batches
 
     def prepare(self, spans: Sequence[LiftedSpan]) -> None:
         """Start to read the spans' pages that are in the file, after :meth:`close`. Raises the errors of
@@ -153,7 +154,7 @@ class Lift:
             if batch.in_file:
                 assert self._file is not None
                 copied = self._copy_up(self._file.take() + self._in_a_row(len(batch.pages)), buffer)
-                self._runtime.synchronize(copied)  # the next read overwrites the sources
+                self._runtime.synchronize(copied)  # the next read overwrites the memory that this copy reads
             else:
                 copied = self._copy_up(self._places(layer, batch.pages), buffer)
             self._runtime.wait(self._compute, copied)
@@ -177,7 +178,8 @@ class Lift:
         return np.arange(count) * self._pool.below.file.stride
 
     def _copy_up(self, sources: Numbers, buffer: _StagingBuffer) -> Event:
-        """Queue a copy of one layer of pages from host addresses to ``buffer``. Return the event after it."""
+        """Queue a copy of one layer of pages from host addresses to ``buffer``. Return the event that follows
+        the copy."""
         to = (buffer.address + self._in_a_row(len(sources))).astype(np.uint64)
         nbytes = self._pool.below.file.slice_bytes
         self._runtime.copy_each(self._stream, *merge_neighbours(to, sources.astype(np.uint64), nbytes))

@@ -15,15 +15,15 @@ from tierstore_engine.kv_format import quantise
 
 
 def heads_of(group: LayerGroup, config: ModelConfig) -> range:
-    """Return the KV heads of a page that are computed with ``config``: all, or those of one rank."""
+    """Return the number of KV heads in a page: all heads of the model, or those of one rank."""
     if group.kind is LayerKind.MLA_LATENT:
         return range(1)
     return range(config.first_kv_head, config.first_kv_head + config.kv_heads)
 
 
 class KVPages(ABC):
-    """Vectors of ``head_dim`` numbers, by (layer, plane, page, head, token). Plane 0 is K, 1 is V. Latents
-    have only plane 0."""
+    """The vectors of ``head_dim`` numbers in a pool's pages, addressed by (layer, plane, page, head, token).
+    Plane 0 is K and plane 1 is V. Latents have plane 0 only."""
 
     @abstractmethod
     def put(
@@ -73,7 +73,7 @@ class _FloatPages(KVPages):
             layer: rows[:, at : at + stride].view(len(rows), *shape)[:, :, heads.start : heads.stop]
             for layer, at in starts.items()
         }
-        self._buffer: torch.Tensor | None = None  # for reading pages that are not float32
+        self._buffer: torch.Tensor | None = None  # a buffer to read pages that are not float32
         if dtype is not torch.float32:
             width = gathered * chunk
             self._buffer = torch.empty((group.planes, len(heads), width, group.head_dim), dtype=dtype)
@@ -120,7 +120,8 @@ class _QuantisedPages(KVPages):
     def gather(self, layer: int, pages: torch.Tensor, out: torch.Tensor) -> None:
         for plane, code in enumerate(self._format.codes[: len(out)]):
             held, static = self._codes(layer, plane), self._static.get((layer, plane))
-            for head in range(len(self._heads)):  # one at a time: decoded data stays in the cache
+            # one page at a time, so that decoded data stays in the processor's cache
+            for head in range(len(self._heads)):
                 numbers = code.decode(held[:, head].index_select(0, pages))
                 if static is None:
                     scales = self._scales(layer, plane)[:, head].index_select(0, pages)
@@ -145,5 +146,5 @@ class _QuantisedPages(KVPages):
         return memory.as_strided(shape, (memory.stride(0), chunk, 1), start)
 
     def _moved(self, layer: int, start: int) -> int:
-        """Return where byte ``start`` of a whole page is here."""
+        """Return the offset in this memory of byte ``start`` of a whole page."""
         return start - self._spec.layer(layer).start + self._start_of(layer)

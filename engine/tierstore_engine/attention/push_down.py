@@ -1,22 +1,23 @@
 """Attention over pages on a GPU and pages in host memory or in a file.
 
-The kernels attend to the pages on the device. In a decode step the CPU attends to the others where they lie.
-Only queries go down, and only outputs with their LSEs come up. Both parts are in float32. The
-``merge_states`` kernel merges them, the device's first, and rounds once to the model's dtype::
+The kernels attend to the pages on the device. In a decode step, the CPU computes the attention over the other
+pages in place. Only queries are copied to the host, and only outputs with their LSEs are copied back. Both
+parts are computed in float32. The ``merge_states`` kernel merges the two parts, the device's part first, and
+rounds once to the model's dtype::
 
     compute stream   queries down │ attention over pages on the device │ outputs up, merge
     host                          └ attention over the other pages ────┘
 
-In a step with many queries for each page the other pages are copied up instead
+In a step with many queries for each page, the other pages are copied to the device instead
 (:mod:`tierstore_engine.attention.lift`).
 
-The pages that are not on the device are complete, so every query sees all of their tokens. The device's part
-of a sequence is a sequence without these pages. Its keys were rotated when they were written, and the mask
-hides only the newest tokens.
+The pages that are not on the device are complete, so every query sees all of their tokens. For the device,
+such a sequence is a shorter sequence without these pages. This is correct because keys were rotated when they
+were written, and the mask hides only the newest tokens.
 
-Everything on the device is on the compute stream, so one wait is enough: the host waits for the queries of a
-layer. It then also knows that the outputs of the layer before have gone up, and writes new ones in their
-place.
+All work of the device is on the compute stream, so the host waits only once, for the queries of a layer.
+After this wait, the outputs of the previous layer have been copied to the device, and the host may overwrite
+them.
 """
 
 from __future__ import annotations
@@ -42,14 +43,16 @@ from tierstore_engine.pointwise import Pointwise
 _ROWS = 64  # rows of the smallest buffers
 _MEASURED = 3  # calls; the fastest counts
 BREAK_EVEN = 16.0
-"""For a pool that was not measured. The compiled part takes spans of at most this many tokens, too."""
+"""The ratio for a pool that was not measured. The compiled part also computes spans of at most this many
+tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Split:
-    """A batch in two parts. ``runs`` are the rows (first, stop) of the spans with a part on the host.
-    ``beyond`` has these spans, with the pages that are not on the device; None without such pages. ``lifted``
-    are the same spans if their pages are copied up; then the host attends to nothing."""
+    """A batch, divided into the part on the device and the part on the host. ``runs`` are the rows (first,
+    stop) of the spans with a part on the host. ``beyond`` has these spans, with the pages that are not on the
+    device; None without such pages. ``lifted`` are the same spans if their pages are copied to the device.
+    The host then computes no attention."""
 
     here: BatchLayout
     beyond: BatchLayout | None = None
@@ -63,8 +66,8 @@ class _Split:
 
 
 class PushDownAttention(Attention):
-    """Attention over the pages of ``pool``: ``device`` over those in its slots, the CPU over the others. Not
-    thread-safe.
+    """Attention over the pages of ``pool``: ``device`` computes it over the pages in its slots, the CPU over
+    the other pages. Not thread-safe.
 
     A batch that sees only pages on the device takes the same kernels as without other pages.
     """
@@ -79,7 +82,7 @@ class PushDownAttention(Attention):
         self._heads, self._width = config.heads, group.head_dim
         self._rank = group.head_dim if config.latent is None else config.latent.rank
         self._buffers = _Buffers(pool, _ROWS, self._row_bytes)
-        self._lift: Lift | None = None  # made when it is needed
+        self._lift: Lift | None = None  # made when it is needed first
         self.break_even = BREAK_EVEN
         """The host's rate of attention for one query over the link's rate; see :func:`worth_lifting`."""
         self._split: tuple[BatchLayout, _Split] | None = None  # the newest batch
@@ -137,10 +140,12 @@ class PushDownAttention(Attention):
     def _attend_above(
         self, layer: int, queries: torch.Tensor, parts: _Split, into: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
-        """Attend to all pages on the device. Pages of ``parts.lifted`` are copied to it batch by batch."""
+        """Attend to all pages on the device. Pages of ``parts.lifted`` are copied to the device batch by
+        batch."""
         assert self._lift is not None
         here = self.device.partial(layer, queries, parts.here)
-        if sum(span.tokens for span in parts.lifted) < len(queries):  # the other rows are complete
+        # rows without pages on the host are complete already
+        if sum(span.tokens for span in parts.lifted) < len(queries):
             nothing = torch.empty_like(here[0]), torch.full_like(here[1], -torch.inf)
             self.device.merge(here, nothing, into)
         for number, span in enumerate(parts.lifted):
@@ -149,7 +154,7 @@ class PushDownAttention(Attention):
                 if waiting is not None:
                     merged = self.device.merge(merged, waiting)
                 waiting = part
-            assert waiting is not None, "a lifted span has pages"
+            assert waiting is not None, "every lifted span has pages that are not on the device"
             self.device.merge(merged, waiting, (into[0][span.rows], into[1][span.rows]))
 
     def _push_down(
@@ -160,8 +165,8 @@ class PushDownAttention(Attention):
         beyond: BatchLayout,
         into: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        """Let the host attend to the pages that are not on the device, where they lie. A row without such
-        pages has an empty second part."""
+        """Let the host compute the attention over the pages that are not on the device, in place. A row that
+        sees no such page has an empty second part."""
         runtime, stream = self._pool.hbm.runtime, self._pool.hbm.compute
         rows = sum(stop - first for first, stop in parts.runs)
         if rows > self._buffers.rows:
@@ -282,7 +287,8 @@ class _Buffers:
         self._unregister.atexit = False  # the driver may be unloaded first
 
     def close(self) -> None:
-        """Unregister the memory. Otherwise this happens with the last reference. No copy may be in flight."""
+        """Unregister the memory. Release the memory now. Otherwise it is released with the last reference. No
+        copy may be in flight."""
         self._unregister()
 
 
@@ -298,7 +304,7 @@ def _host_layout(spans: Sequence[LiftedSpan], chunk_tokens: int) -> BatchLayout:
 
 
 def _runs(spans: Sequence[LiftedSpan]) -> tuple[tuple[int, int], ...]:
-    """Return the rows of these spans. Neighbouring rows are one run."""
+    """Return the rows of these spans. Rows that follow one another form one run."""
     runs: list[tuple[int, int]] = []
     for span in spans:
         first = span.rows.start
@@ -309,7 +315,7 @@ def _runs(spans: Sequence[LiftedSpan]) -> tuple[tuple[int, int], ...]:
 
 
 def _placed(runs: tuple[tuple[int, int], ...]) -> Iterator[tuple[slice, int]]:
-    """Yield each run of rows, and the first row of it when all runs are put one behind the other."""
+    """Yield each run of rows, and the run's first row in an array that has all runs one after the other."""
     at = 0
     for first, stop in runs:
         yield slice(first, stop), at
