@@ -1,4 +1,4 @@
-"""The engine's CUDA kernels: their text, and the code that compiles and launches it."""
+"""The engine's CUDA kernels: their source text, and the code that compiles and launches them."""
 
 from pathlib import Path
 

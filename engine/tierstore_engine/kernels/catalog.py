@@ -18,9 +18,9 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 HEAD_DIMS = (16, 32, 64, 96, 128, 256)
 MAX_GROUP = 16
 MAX_DELTA = 128
-"""Rows, which threads keep in registers, and columns of a matrix under a gated delta rule."""
+"""The most rows and columns of a matrix with a gated delta rule. Threads keep the rows in registers."""
 MAX_MAMBA2 = 256
-"""Rows of a matrix of Mamba-2."""
+"""The most rows of a matrix of Mamba-2."""
 MAMBA2_COLUMNS = 32
 """Columns per block."""
 CONVOLVED_CHANNELS = 256
@@ -28,15 +28,15 @@ CONVOLVED_CHANNELS = 256
 MAX_LATENT = 576
 """Numbers of the widest latent: 512 and 64, as in DeepSeek's models."""
 SIMT_GROUPS = (1, 2)
-"""Groups that decode on CUDA cores. An mma has 16 rows, which are mostly padding with fewer heads. Still, the
-mma kernel needs fewer instructions than products on CUDA cores from about three heads on (counted, not
-measured)."""
+"""The sizes of groups of query heads that decode on CUDA cores. An mma instruction has 16 rows, most of which
+are padding if a group has few heads. Still, the mma kernel needs fewer instructions than products on CUDA
+cores from about three heads on (counted, not measured)."""
 
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
 KERNEL_DTYPES = tuple(_C_TYPES)
 _CODES = {"float8_e4m3fn": "E4M3", "float8_e5m2": "E5M2", "int8": "Int8", "int4": "Int4"}
 _MMA_ROWS = 16
-_DECODE_TILE = 16  # tokens that a warp of a decode kernel handles at a time
+_DECODE_TILE = 16  # tokens that a warp of a decode kernel computes at a time
 _MAMBA2_TILE = 8  # tokens whose data a block has in shared memory
 
 
@@ -53,7 +53,7 @@ class Instance:
 @dataclass(frozen=True, slots=True)
 class KernelSet:
     """The kernels for one shape of attention. A prefill block handles ``prefill_rows`` (token, head) pairs.
-    For quantised KV no kernel rotates while writing."""
+    If KV is quantised, no kernel rotates keys while it writes them."""
 
     rope_write: Instance | None
     write: Instance
@@ -85,7 +85,7 @@ _POINTWISE_THREADS = 256
 
 @dataclass(frozen=True, slots=True)
 class PointwiseSet:
-    """The kernels of a decoder outside its products and its attention."""
+    """The kernels for a decoder's operations other than products and attention."""
 
     add_norm: Instance
     silu_mul: Instance
@@ -135,9 +135,9 @@ def _product(dtype: str, rows: int, products: int, of_warp: tuple[int, int], sta
 
 
 MOST_PACKED = 16
-"""Rows of activations in a product with packed weights."""
+"""Rows of activations that one product with packed weights computes."""
 PACKED_ROWS = 16
-"""Rows of the matrix per block of such a product."""
+"""Rows of the packed matrix that one block of threads computes."""
 _PACKED_THREADS = 256
 _PACKED_NUMBERS = {**_C_TYPES, "float32": "float"}
 _PACKED_FORMATS = {
@@ -334,9 +334,9 @@ def _decode(number: str, head_dim: int, group: int, page_tokens: int, options: s
 def _prefill(
     number: str, head_dim: int, page_tokens: int, options: str, *, capped: bool, split: bool
 ) -> tuple[Instance, int]:
-    # Two strips of 16 rows per warp share each fragment of K and V. A head_dim of 256 leaves registers for
-    # one, and so does 96 with capped scores. Longer tiles mean fewer barriers; from head_dim 96 on only 32
-    # tokens fit the registers.
+    # In a warp, two strips of 16 rows share each fragment of K and V. With a head_dim of 256, and of 96 with
+    # capped scores, there are registers for one strip only. Longer tiles need fewer barriers. From a head_dim
+    # of 96 on, the registers have room for 32 tokens only.
     warps, strips = 4, 2 if head_dim <= (64 if capped else 128) else 1
     tile = 64 if head_dim <= 64 else 32
     while page_tokens % tile:

@@ -1,9 +1,10 @@
 """A disk cache of compiled kernels, because compiling a model's kernels takes seconds each time.
 
 A cubin's file name has a digest of everything that went into it (the text of all kernel files, the instance,
-the architecture, NVRTC's version), and a digest of its content. So it is never stale, an upgrade needs no
-clearing, and a damaged file is noticed and compiled again. Files are renamed into place, so any number of
-processes may share the folder. Without a writable cache kernels are compiled each time.
+the architecture, NVRTC's version), and a digest of its content. A cached file is therefore never out of date,
+no upgrade has to clear the cache, and a damaged file is detected and compiled again. Files are renamed into
+place, so any number of processes may share the folder. If the cache is not writable, kernels are compiled
+each time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Cubin:
-    """A kernel for one architecture. ``symbol`` is its name in the image."""
+    """A kernel for one architecture. ``symbol`` is the kernel's name in the image."""
 
     image: bytes
     symbol: str
@@ -53,7 +54,7 @@ class CubinCache:
         """Number of kernels compiled so far."""
 
     def get(self, instance: Instance, arch: str) -> Cubin:
-        """Return a kernel. Raises :class:`KernelError` if it is not cached and cannot be compiled."""
+        """Return a kernel. Raises :class:`KernelError` if the kernel is not cached and cannot be compiled."""
         stem = f"{_slug(instance.name)}-{arch}-{self._key(instance, arch)}"
         image = self._read(stem)
         if image is None:
@@ -96,7 +97,7 @@ class CubinCache:
 
 
 def source_digest(sources: Path = KERNEL_DIR) -> str:
-    """Return a hex digest of all kernel files. Any change of their text changes it."""
+    """Return a hex digest of all kernel files. Any change of their text changes the digest."""
     digest = xxhash.xxh3_128()
     for file in sorted((*sources.glob("*.cu"), *KERNEL_DIR.glob("*.cuh"))):
         digest.update(f"{file.name}\0".encode() + file.read_bytes() + b"\0")

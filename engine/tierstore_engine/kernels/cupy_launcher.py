@@ -1,4 +1,4 @@
-"""Kernels on a GPU: compiled by NVRTC, loaded and launched by CuPy on torch's current stream.
+"""Kernels on a GPU. NVRTC compiles them. CuPy loads them, and launches them on torch's current stream.
 
 CuPy is imported only when a launcher is made: the rest of the engine does not need it.
 """
@@ -19,8 +19,8 @@ from tierstore_engine.kernels.catalog import Instance
 from tierstore_engine.kernels.cubins import CubinCache
 from tierstore_engine.kernels.launcher import Argument, Kernel, Launcher
 
-_DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory that a block may have without asking
-_OLDEST = (8, 0)  # compute capability: cp.async and mma of bfloat16
+_DEFAULT_SHARED_BYTES = 48 * 1024  # shared memory that a block may have without a special attribute
+_OLDEST = (8, 0)  # the least compute capability that has cp.async and mma of bfloat16
 
 
 class CupyLauncher(Launcher):
@@ -44,7 +44,7 @@ class CupyLauncher(Launcher):
     def load(self, instance: Instance) -> Kernel:
         cubin = self._cubins.get(instance, self._arch)
         with self._cupy.cuda.Device(self._index), tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            # CuPy loads images only from files. It reads the file here, once per device.
+            # CuPy loads images from files only, and reads the file here, once per device.
             file.write(cubin.image)
             file.flush()
             function = self._cupy.RawModule(path=file.name).get_function(cubin.symbol)
@@ -70,7 +70,7 @@ class _LauncherStream:
 
 
 def architecture(major: int, minor: int) -> str:
-    """Return NVRTC's name of a compute capability. Raises :class:`KernelError` for one that is too old."""
+    """Return NVRTC's name of a compute capability. Raises :class:`KernelError` if it is too old."""
     if (major, minor) < _OLDEST:
         raise KernelError(
             f"the CUDA kernels need compute capability {_OLDEST[0]}.{_OLDEST[1]} (Ampere) or newer, and this "
@@ -88,7 +88,7 @@ def _value(argument: Argument) -> Any:
 
 
 def import_cupy() -> Any:
-    """Return the module CuPy. Raises :class:`KernelError` with the package to install if it is missing."""
+    """Return the module CuPy. Raises :class:`KernelError` with the package to install if CuPy is missing."""
     try:
         import cupy
     except ImportError as error:

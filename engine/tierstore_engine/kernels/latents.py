@@ -19,9 +19,9 @@ from tierstore_engine.kernels.operations import LayerPages, MergingKernels, Slot
 class Entries:
     """The query tokens of one launch, as int32 device arrays.
 
-    ``rows`` are the rows of the queries. ``lengths`` are the tokens of their sequences up to themselves (0:
-    no entry), at most ``max_length``. ``tables`` has a row of pages for each entry, or for the sequence that
-    ``owners`` names.
+    ``rows`` are the rows of the queries. ``lengths`` counts the tokens of an entry's sequence up to the
+    entry's own token, at most ``max_length``. 0 means that there is no entry. ``tables`` has a row of pages
+    for each entry, or for the sequence that ``owners`` names.
     """
 
     rows: torch.Tensor
@@ -34,7 +34,7 @@ class Entries:
         return len(self.rows)
 
     def cut(self, most: int) -> Iterator[Entries]:
-        """Yield the same in launches of at most ``most`` entries."""
+        """Yield the entries, divided into launches of at most ``most`` entries."""
         rows, lengths = torch.split(self.rows, most), torch.split(self.lengths, most)
         owners: Sequence[torch.Tensor | None] = [None] * len(rows)
         if self.owners is not None:
@@ -88,12 +88,12 @@ class LatentKernels(MergingKernels):
         *,
         split: bool,
     ) -> None:
-        """Compute attention of each entry over its sequence up to itself.
+        """Compute attention of each entry over its sequence, up to the entry's own token.
 
         ``queries`` are ``[tokens, heads, width]``, ``out [tokens, heads, rank]``, ``lse [tokens, heads]``.
-        Only the entries' rows are read and written. With ``split`` an entry is computed by as many blocks as
-        it is long enough for, and a second launch; this suits few entries. ``out`` in float32 also takes a
-        second launch, and as much memory again.
+        Only the entries' rows are read and written. With ``split``, several blocks compute an entry, more for
+        a longer sequence, and a second launch merges their results. This suits few entries. An ``out`` in
+        float32 also needs a second launch, and memory for a second output.
         """
         splits = max(self.split_rule.splits(entries.max_length, self.page_tokens), 1) if split else 1
         most = self.split_rule.max_splits if split else 1

@@ -1,7 +1,7 @@
 """NVRTC, NVIDIA's run-time compiler, called directly. It needs no driver, no GPU and no nvcc.
 
-Only the necessary part of its C interface is used, through ctypes. So compiling depends on one library, and
-not on CuPy or cuda-python.
+Only the necessary part of its C interface is used, through ctypes. Compiling therefore needs one library
+only, and neither CuPy nor cuda-python.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from tierstore_engine.kernels.toolkit import Toolkit
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A cubin with the requested kernel. ``lowered_name`` is its symbol. The counts are from ptxas' report:
-    registers per thread, and bytes spilled to and kept in local memory."""
+    """A cubin with the requested kernel. ``lowered_name`` is its symbol. The counts come from the report of
+    ptxas: registers per thread, bytes spilled to local memory, and bytes kept there."""
 
     cubin: bytes
     lowered_name: str

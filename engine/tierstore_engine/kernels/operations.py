@@ -1,10 +1,10 @@
-"""The kernels as operations on tensors. A method is one launch (with splits: two); its parameters are in
-order.
+"""The kernels as operations on tensors. A method is one launch, or two with splits. The order of its
+parameters is that of the kernel's.
 
 All tensors are on the launcher's device, and contiguous unless stated otherwise. No method waits for the
 device. Indices are int32. ``queries``, keys, values and outputs are in the kernels' dtype, LSEs (natural
-logarithms of the softmax denominators) in float32. Outputs of attention may be in float32 instead, to be
-merged. ``heads`` is the number of query heads.
+logarithms of the softmax denominators) in float32. Outputs of attention may be in float32 instead if they
+will be merged. ``heads`` is the number of query heads.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from tierstore_engine.kernels.launcher import Kernel, Launcher
 from tierstore_engine.kv_format import KVFormat
 from tierstore_engine.pointwise import Pointwise
 
-_VECTOR = 8  # numbers that a thread reads at once
-_COPY_BLOCKS = 16  # enough to fill PCIe; more would take SMs from the model
+_VECTOR = 8  # numbers that a thread reads with one instruction
+_COPY_BLOCKS = 16  # enough blocks to use all of PCIe's bandwidth; more would take SMs from the model
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The tokens that a token sees, up to itself: the last ``window``, those of its attention chunk of
-    ``chunk`` tokens, or all. If not ``causal``, it also sees the sequence's later tokens."""
+    """Which tokens a token sees: the last ``window`` tokens up to itself, the tokens of its attention chunk
+    of ``chunk`` tokens up to itself, or all tokens up to itself. If not ``causal``, it also sees the
+    sequence's later tokens."""
 
     window: int | None = None
     chunk: int | None = None
@@ -40,7 +41,7 @@ class Sight:
         return max(position - self.window + 1, 0) if self.window is not None else 0
 
     def most(self, length: int, tokens: int = 1) -> int:
-        """Return the most tokens that the last ``tokens`` of ``length`` tokens see together."""
+        """Return the largest number of tokens that the last ``tokens`` of ``length`` tokens see in total."""
         reach = self.window or self.chunk
         return min(length, reach + tokens) if reach is not None else length
 
@@ -52,7 +53,8 @@ class Sight:
 EVERYTHING = Sight()
 
 PART_TOKENS = 2048
-"""Tokens of a part, if a token must have the same bits in every step. Not tuned on a GPU."""
+"""Tokens in a part of a sequence, for models in which a token must have the same bits in every step. The
+number was not tuned on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +63,10 @@ class SplitRule:
     chunk of prefill, which has its own blocks, is cut so that it has at most ``chunk_blocks`` of them (about
     two per SM of a large GPU; not tuned on one).
 
-    A sequence's splits depend on its own tokens only, so that its bits do not depend on the batch.
+    The splits of a sequence depend on its own tokens only, so that its results do not depend on the batch.
 
-    With ``part_tokens`` (a multiple of 64), parts of prefill begin at its multiples in the sequence. If
-    single tokens are prefilled too, a token's bits then do not depend on its chunk either.
+    With ``part_tokens`` (a multiple of 64), parts of prefill begin at its multiples in the sequence. If the
+    prefill kernel also computes single tokens, a token's bits do not depend on its chunk either.
     """
 
     min_pages: int = 8
@@ -101,7 +103,7 @@ class LayerPages:
 
 @dataclass(frozen=True, slots=True)
 class ChunkSplits:
-    """The numbers of parts in which sequences' prefill chunks are attended to.
+    """Into how many parts the attention of each sequence's prefill chunk is divided.
 
     ``counts`` and ``first_parts`` are int32 arrays on the device. ``most`` is the largest count. ``parts`` is
     the total over all queries: a sequence with ``n`` new tokens has ``n * count`` parts, from its first part
@@ -119,9 +121,9 @@ class Sequences:
     """The sequences of one launch, as device arrays with one entry each, so that a captured graph may be
     replayed with other contents.
 
-    ``rows`` is each sequence's first row of queries, and ``counts`` its number of rows: its last tokens.
-    ``lengths`` are its tokens, including these. ``tables [sequences, width]`` are its pages. ``max_count``
-    and ``max_length`` are upper bounds for the launch. ``splits`` is for prefill.
+    For each sequence, ``rows`` has its first row of queries, ``counts`` its number of rows (its last tokens),
+    ``lengths`` its number of tokens including these, and ``tables [sequences, width]`` its pages.
+    ``max_count`` and ``max_length`` are upper bounds for the launch. ``splits`` is for prefill.
     """
 
     rows: torch.Tensor
@@ -224,7 +226,7 @@ class AttentionKernels(MergingKernels):
 
     @property
     def rotates(self) -> bool:
-        """Return whether :meth:`rope_write` is available; it is not for codes."""
+        """Return whether :meth:`rope_write` is available. It is not available if pages hold codes."""
         return self._rope_write is not None
 
     def rope_write(
@@ -259,8 +261,8 @@ class AttentionKernels(MergingKernels):
 
     def chunk_splits(self, count: int, length: int, sight: Sight = EVERYTHING) -> int:
         """Return the number of parts for a chunk of ``count`` tokens, the last of ``length``. Without
-        ``part_tokens`` it is the best number, which is 1 if the chunk has enough blocks for a device or sees
-        little. It depends on these two numbers alone."""
+        ``part_tokens``, this is the number that keeps a device busy: 1 if the chunk has enough blocks or sees
+        few tokens. The result depends on ``count`` and ``length`` alone."""
         if part := self.split_rule.part_tokens:
             return -(-length // part) - sight.first(length - count) // part
         visible = sight.most(length, count)
@@ -277,12 +279,13 @@ class AttentionKernels(MergingKernels):
         *,
         sight: Sight = EVERYTHING,
     ) -> None:
-        """Compute attention of each sequence's last ``counts`` tokens over the tokens that they see. If the
-        sight is all of the sequence and not causal, they need not be among its ``lengths`` tokens.
+        """Compute attention of each sequence's last ``counts`` tokens over the tokens that they see. If each
+        query sees the whole sequence and attention is not causal, the queries need not belong to the
+        sequence's ``lengths`` tokens.
 
         ``queries`` and ``out`` are ``[tokens, heads, head_dim]``, ``lse [tokens, heads]``. Only the
         sequences' rows are read and written. If the sequences have ``splits``, this takes two launches, and
-        memory for all parts. A float32 ``out`` needs ``splits``; their number may be 1.
+        memory for all parts. A float32 ``out`` needs ``splits``; each sequence may have one split only.
         """
         rows = -(-sequences.max_count * self.group // self._prefill_rows)
         pages = (*_pool(layer), layer.scales, *_tables(sequences))
@@ -316,8 +319,8 @@ class AttentionKernels(MergingKernels):
         *,
         sight: Sight = EVERYTHING,
     ) -> None:
-        """Compute the same for one row per sequence; ``counts`` is ignored. For a sequence of length 0 its
-        row of ``out`` is left alone."""
+        """Compute attention as :meth:`prefill` does, but for one row per sequence; ``counts`` is ignored. The
+        row of ``out`` of a sequence of length 0 is not written."""
         # The visible range may cover one page more than its number of tokens suggests.
         most = sight.most(sequences.max_length, self.page_tokens)
         splits = max(self.split_rule.splits(most, self.page_tokens), 1)
@@ -337,8 +340,9 @@ class AttentionKernels(MergingKernels):
 
 
 class PointwiseKernels(Pointwise):
-    """Sums with their norms, and gates, in one launch each. torch computes rows that are empty or whose width
-    is not a multiple of 8, and gates that are not contiguous. ``dtype`` is ``float16`` or ``bfloat16``."""
+    """Additions with the norm that follows, and gates, in one launch each. torch computes rows that are empty
+    or whose width is not a multiple of 8, and gates that are not contiguous. ``dtype`` is ``float16`` or
+    ``bfloat16``."""
 
     def __init__(self, launcher: Launcher, *, dtype: str, epsilon: float) -> None:
         super().__init__(epsilon)
@@ -386,7 +390,7 @@ class PointwiseKernels(Pointwise):
 
 
 def _fits(rows: torch.Tensor, width: int) -> bool:
-    """Return whether a kernel supports ``rows``, if a block handles ``width`` numbers at a time."""
+    """Return whether a kernel whose blocks process ``width`` numbers at a time supports ``rows``."""
     return width % _VECTOR == 0 and rows.is_contiguous() and rows.numel() > 0
 
 
@@ -411,7 +415,7 @@ def workspace(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 
 def narrow_or_wide(out: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the kernels' arguments ``out`` and ``wide`` for an output. The unused one is None."""
+    """Return the kernels' arguments ``out`` and ``wide`` for an output. One of the two is None."""
     return (None, out) if out.dtype == torch.float32 else (out, None)
 
 

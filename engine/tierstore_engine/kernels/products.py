@@ -1,8 +1,8 @@
 """Products on a GPU in which a row's bits do not depend on other rows (``--deterministic``). They are
 operations on tensors, like those in :mod:`~tierstore_engine.kernels.operations`.
 
-A library chooses its kernel by the number of rows, and another kernel sums in another order. In these kernels
-the order of a sum depends on the columns only.
+A library chooses its kernel by the number of rows, and kernels differ in the order of their sums. In these
+kernels the order of a sum depends on the columns only.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from tierstore_engine.kernels.packed import PackedKernels
 from tierstore_engine.quantised import PackedMatrix
 from tierstore_engine.weight_formats import GGUF_FORMATS
 
-_VECTOR = 8  # columns that a thread reads at once
+_VECTOR = 8  # columns that a thread reads with one instruction
 
 
 class ProductKernels:
-    """The kernels for ``dtype``, which is ``float16`` or ``bfloat16``. Matrices in float32 (DeepSeek's
-    routers) are multiplied by the kernels for packed ones, a few rows at a time."""
+    """The kernels for ``dtype``, which is ``float16`` or ``bfloat16``. For float32 matrices (DeepSeek's
+    routers), the kernels for packed matrices compute the products, a few rows at a time."""
 
     def __init__(self, launcher: Launcher, *, dtype: str) -> None:
         self._dtype: torch.dtype = getattr(torch, dtype)
@@ -39,7 +39,7 @@ class ProductKernels:
         return out
 
     def multiply_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        """Write the same to a contiguous ``out``."""
+        """Write the product that :meth:`multiply` returns to a contiguous ``out``."""
         assert x.dtype == weight.dtype == out.dtype
         if weight.dtype is torch.float32:
             self._multiply_wide(x, weight, out)

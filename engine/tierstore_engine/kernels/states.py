@@ -23,9 +23,10 @@ from tierstore_engine.layer_weights import Mamba2Terms
 @dataclass(frozen=True, slots=True)
 class StateSpans:
     """The sequences of one launch, as int32 device arrays like
-    :class:`~tierstore_engine.kernels.operations.Sequences`. A sequence is new if all of its tokens are. The
-    first column of ``tables [sequences, width]`` has the page of each sequence's state. The last ``drafts``
-    of its tokens are a draft, and the page keeps the state before it. ``drafts`` is None without drafts."""
+    :class:`~tierstore_engine.kernels.operations.Sequences`. A sequence is new if all of its tokens are new.
+    The first column of ``tables [sequences, width]`` has the page of each sequence's state. The last
+    ``drafts`` tokens of a sequence are a draft, and the page keeps the state before the draft. ``drafts`` is
+    None if no sequence has a draft."""
 
     rows: torch.Tensor
     counts: torch.Tensor
@@ -50,7 +51,8 @@ class LayerStates:
     offset: int
 
     def arguments(self, behind: int = 0) -> tuple[Argument, ...]:
-        """Return the kernels' arguments for data at ``behind`` bytes into each state."""
+        """Return the kernels' arguments for the data that begins ``behind`` bytes after the beginning of each
+        state."""
         return self.pool, np.int64(self.pool.stride(0)), np.int64(self.offset + behind)
 
 
@@ -102,11 +104,10 @@ class DeltaKernels(_Kernels):
         spans: StateSpans,
         out: torch.Tensor,
     ) -> None:
-        """Take the states through the spans' tokens.
-
-        ``channels [tokens, channels]`` go into the convolution by ``conv [channels, 1, width]``. ``rates``
-        and ``decays`` (logarithms) are float32 ``[tokens, value_heads]``. ``out [tokens, value_heads,
-        value_dim]`` receives what the tokens read. Rows of ``channels`` may be part of longer rows.
+        """Update the states with the tokens of the spans. ``channels [tokens, channels]`` are the input of
+        the convolution with ``conv [channels, 1, width]``. ``rates`` and ``decays`` (logarithms) are float32
+        ``[tokens, value_heads]``. ``out [tokens, value_heads, value_dim]`` receives each token's output. Rows
+        of ``channels`` may be part of longer rows.
         """
         mixed = self._convolved(states, channels, conv, None, spans)
         places = (*spans.arguments(), *states.arguments(self._matrices))
@@ -133,11 +134,9 @@ class Mamba2Kernels(_Kernels):
         spans: StateSpans,
         out: torch.Tensor,
     ) -> None:
-        """Take the states through the spans' tokens.
-
-        ``channels [tokens, channels]`` go into the convolution. ``steps [tokens, heads]`` are the steps
-        before their bias. Rows of both may be parts of longer rows. ``out [tokens, heads, head_dim]``,
-        float32, receives what the tokens read.
+        """Update the states with the tokens of the spans. ``channels [tokens, channels]`` are the input of
+        the convolution. ``steps [tokens, heads]`` are the step sizes before their bias is added. Rows of both
+        may be parts of longer rows. ``out [tokens, heads, head_dim]``, float32, receives each token's output.
         """
         assert steps.stride(1) == 1
         mamba = self._mamba

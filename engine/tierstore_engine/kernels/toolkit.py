@@ -1,8 +1,8 @@
 """Find NVIDIA's run-time compiler and headers.
 
 The places are, in order: NVIDIA's Python packages (CUDA 13 has one folder, CUDA 12 one per component), then
-the toolkit at ``CUDA_HOME``, ``CUDA_PATH`` or ``/usr/local/cuda``. There may be several, because torch brings
-its own.
+the toolkit at ``CUDA_HOME``, ``CUDA_PATH`` or ``/usr/local/cuda``. Several toolkits may be installed, because
+torch installs its own.
 """
 
 from __future__ import annotations
