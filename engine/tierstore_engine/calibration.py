@@ -40,7 +40,8 @@ def check_calibration(opened: OpenModel, text: str, out: Path) -> list[int]:
 
 def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
     """Return the largest magnitudes of keys and values, or latents, of each layer and head while ``model``
-    (on the CPU, its KV as floats) computes ``tokens``. A plane that is all zero has the range 1.
+    (on the CPU, its KV as floats) computes ``tokens``. If all keys or all values of a head are zero, their
+    range is 1.
 
     Raises :class:`ModelError` for numbers that are not finite.
     """
@@ -62,13 +63,14 @@ def measure_ranges(model: LoadedModel, tokens: Sequence[int]) -> Ranges:
 
 
 def _largest(pool: PagePool, config: ModelConfig) -> dict[int, tuple[tuple[float, ...], ...]]:
-    """Return the ranges of each layer of a pool's group, ``[plane][head]``."""
+    """Return the ranges of each layer in a pool's layer group, by plane (keys, values) and head."""
     [group], pages = pool.spec.groups, torch.arange(pool.num_pages)
     kv = kv_pages(torch.from_numpy(pool.array), pool.spec, config, gathered=pool.num_pages)
     out = torch.empty((group.planes, group.kv_heads, pool.num_pages * pool.spec.chunk_tokens, group.head_dim))
     found = {}
     for layer in group.layers:
-        kv.gather(layer, pages, out)  # the rest of the last page is zero: its memory was not used before
+        # the unused part of the last page is zero, because its memory was not used before
+        kv.gather(layer, pages, out)
         largest = out.abs().amax((2, 3))
         if not largest.isfinite().all():
             raise ModelError("the model's keys or values are not finite, so there is no scale for them")

@@ -55,7 +55,8 @@ _READ_DTYPES = ("BF16", "F16", "F32", "F64")
 
 
 def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
-    """Return the model's shape. The end-of-sequence ids come from ``generation_config.json`` if there is one.
+    """Return the model's shape. The end-of-sequence ids come from ``generation_config.json`` if the folder
+    has this file.
 
     Raises :class:`ModelError` if the folder is not a checkpoint that this engine can run.
     """
@@ -76,7 +77,8 @@ def read_config(folder: Path, *, dtype: str | None = None) -> ModelConfig:
 
 
 def _quantisation(file: Path) -> Mapping[str, Any]:
-    """Return the contents of such a file. Any object in it means that weights are quantised."""
+    """Return the contents of such a file of a quantisation tool. Weights are quantised if it has any
+    entry."""
     raw = _read_json(file)
     inner = raw.get("quantization")
     return inner if isinstance(inner, dict) else raw or {"quant_method": "quantised"}
@@ -88,7 +90,7 @@ class StoredWeights(ABC):
 
     quantised: str | None
     mapped: list[MappedFile]
-    """The files that tensors and matrices are views of; empty if they are copies."""
+    """The files whose memory tensors and matrices refer to. Empty if tensors are copies."""
 
     def __enter__(self) -> StoredWeights:
         return self
@@ -126,15 +128,16 @@ class StoredWeights(ABC):
 
     @abstractmethod
     def packed(self, name: str, shape: torch.Size) -> PackedMatrix | None:
-        """Return weight ``name`` as it is quantised, None if it is not. All dimensions of ``shape`` but the
-        last make up its rows. Raises :class:`ModelError` if it is damaged or of another shape."""
+        """Return weight ``name`` in its quantised form, or None if it is not quantised. All dimensions of
+        ``shape`` except the last are its rows. Raises :class:`ModelError` if the weight is damaged or has
+        another shape."""
 
 
 class Checkpoint(StoredWeights):
     """The tensors of a folder's safetensors files, whole or sharded. Files are opened lazily."""
 
     def __init__(self, folder: Path, *, mapped: bool = False) -> None:
-        """``mapped``: tensors are views of the files (:mod:`tierstore_engine.weights_on_disk`)."""
+        """If ``mapped``, tensors are views of the mapped files (:mod:`tierstore_engine.weights_on_disk`)."""
         self._folder = folder
         self._files = _tensor_files(folder)
         self._open: dict[Path, Any] = {}
@@ -168,8 +171,8 @@ class Checkpoint(StoredWeights):
         return stem if found else None
 
     def _expanded(self, names: Set[str]) -> tuple[set[str], set[str], set[str]]:
-        """Return the tensors of the weights ``names`` that are as they are, those that quantised weights
-        need, and those that quantised weights may have."""
+        """Return three sets of tensors for the weights ``names``: the tensors of weights that are not
+        quantised, those that quantised weights need, and those that quantised weights may have."""
         plain, needed, allowed = set(names), set[str](), set[str]()
         for name in sorted(names):
             stem = self._stem(name)

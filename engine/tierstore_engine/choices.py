@@ -1,8 +1,8 @@
 """Measure short work on a device, and keep measured choices for later processes.
 
-A choice between two ways to compute may change the last bits of a result. So every process on a machine must
-make the same choice: the first process measures, and the others read its result. The file's name covers
-everything that the choice depends on. Deleting the file makes the next process measure again.
+A choice between two ways to compute may change the last bits of a result. Every process on a machine must
+therefore make the same choice: the first process measures, and the others read its result. The file's name
+covers everything that the choice depends on. Deleting the file makes the next process measure again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ log = logging.getLogger(__name__)
 def kept_choice(
     name: str, facts: Mapping[str, Any], measure: Callable[[], Any], *, folder: Path | None = None
 ) -> Any:
-    """Return the outcome (JSON) of ``measure()`` under these facts, measured now or earlier.
+    """Return the outcome (JSON) of ``measure()`` for these facts. It is measured now, or was measured earlier
+    by any process.
 
-    Raises the errors of ``measure``. If the folder cannot be written, that is logged, and every process
-    measures.
+    Raises the errors of ``measure``. If the folder cannot be written, this is logged, and every process
+    measures for itself.
     """
     folder = folder or default_folder()
     described = {"name": name, **facts}
@@ -52,7 +53,8 @@ def default_folder() -> Path:
 
 
 def _keep(file: Path, document: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Write the document atomically. Return another process's document if that was first."""
+    """Write the document atomically, and return it. If another process has written one first, return that
+    one."""
     scratch = file.with_suffix(f".{os.getpid()}")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -72,9 +74,10 @@ def _keep(file: Path, document: Mapping[str, Any]) -> Mapping[str, Any]:
 def per_call(seconds_of: Callable[[int], float], repetitions: int) -> float:
     """Return the seconds of one call. ``seconds_of(n)`` measures ``n`` calls in a row.
 
-    The device waits for the launch of the first call, and launches overlap with computing afterwards. So each
-    round has as many calls as take about ``ROUND_S``. The result is the median of ``repetitions`` rounds. The
-    very first call is not counted, because libraries initialize themselves in it.
+    The device waits for the launch of the first call, and launches overlap with computing afterwards. Each
+    round therefore has so many calls that they take about ``ROUND_S``. The result is the median of
+    ``repetitions`` rounds. The first call of all is not counted, because libraries initialize themselves in
+    it.
     """
     seconds_of(1)
     once = max(seconds_of(1), ROUND_S / MOST_CALLS)

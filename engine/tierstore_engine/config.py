@@ -1,8 +1,8 @@
 """The shape of a model: the parts of each layer, and what it keeps in pages.
 
-A layer is a *mixer*, which looks at the past, and an MLP. The mixer's kind
-(:class:`~tierstore.spec.LayerKind`) says what it keeps: K and V of all tokens, of a window or of an attention
-chunk, a latent of each token, or a state. Layers of one kind form a layer group.
+A layer has a *mixer* (attention or a recurrence) and an MLP. The mixer's kind
+(:class:`~tierstore.spec.LayerKind`) says what it stores: K and V of all tokens, of a window or of an
+attention chunk, a latent of each token, or a state. Layers of one kind form a layer group.
 :mod:`tierstore_engine.families` reads ``config.json``.
 """
 
@@ -26,8 +26,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary embedding. ``kind`` is ``default``, ``linear``, ``llama3`` or ``yarn``. Other fields are used
-    only where they apply."""
+    """Rotary embedding. ``kind`` is ``default``, ``linear``, ``llama3`` or ``yarn``. The other fields are
+    used only by the kinds that need them."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -44,10 +44,10 @@ class RopeConfig:
     rotary_dim: int = 0
     """How many leading dimensions of a head are rotated; 0 for all."""
     interleaved: bool = False
-    """Whether dimension 2i pairs with 2i + 1 instead of i with i + half."""
+    """Whether dimension 2i is rotated together with 2i + 1, instead of i with i + half."""
     sections: tuple[int, ...] = ()
-    """The number of pairs that rotate by each of three positions (time, height, width). Empty if tokens have
-    one position."""
+    """The number of pairs of dimensions that rotate by each of three positions (time, height, width). Empty
+    if tokens have one position."""
 
     def facts(self) -> dict[str, Any]:
         return _facts(self, since="beta_fast")
@@ -59,8 +59,9 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LatentConfig:
-    """Multi-head latent attention (MLA). One vector of ``rank + rope_dim`` numbers is kept per token; all
-    heads' keys and values follow from it. Queries go through ``query_rank`` numbers, if it is set."""
+    """Multi-head latent attention (MLA). One vector of ``rank + rope_dim`` numbers is stored per token, from
+    which the keys and values of all heads are computed. If ``query_rank`` is set, queries are computed by two
+    products with ``query_rank`` numbers between them."""
 
     rank: int
     nope_dim: int
@@ -127,8 +128,8 @@ class DeltaConfig(StateConfig):
 
 @dataclass(frozen=True)
 class Mamba2Config(StateConfig):
-    """A Mamba-2 layer. The heads of a group share B (writing) and C (reading). The convolution covers the
-    values of all heads, then B and C of all groups."""
+    """A Mamba-2 layer. The heads of a group share B, which writes to the state, and C, which reads it. The
+    convolution covers the values of all heads, then B and C of all groups."""
 
     heads: int
     head_dim: int
@@ -140,12 +141,13 @@ class Mamba2Config(StateConfig):
     """Whether the projections into and out of the layer have biases."""
     least_step: float = 0.0
     most_step: float | None = None
-    """Limits of the steps (Δ)."""
+    """Limits of the step sizes (Δ)."""
     # Added later: see ModelConfig.
     norm: str = "after gate"
-    """When the output of the heads is normed: ``after gate`` or ``before gate``. Empty without a norm."""
+    """When the norm of the heads' output is applied: ``after gate`` or ``before gate``. Empty without a
+    norm."""
     scales: tuple[float, ...] = ()
-    """Factors of the projection's gates, values, B, C and steps; empty for 1."""
+    """Factors of the projection's gates, values, B, C and step sizes. Empty if all are 1."""
 
     def __post_init__(self) -> None:
         if self.heads % self.groups:
@@ -170,7 +172,7 @@ class Mamba2Config(StateConfig):
 
 @dataclass(frozen=True)
 class Mamba1Config(StateConfig):
-    """A Mamba-1 layer. Steps go through ``rank`` numbers."""
+    """A Mamba-1 layer. Step sizes are computed by two products with ``rank`` numbers between them."""
 
     width: int
     state_dim: int
@@ -180,7 +182,7 @@ class Mamba1Config(StateConfig):
     biased: bool = False
     """Whether the projections into and out of the layer have biases."""
     norm_eps: float | None = None
-    """Epsilon of the norms of steps, keys and queries; None without these norms."""
+    """Epsilon of the norms of step sizes, keys and queries. None if the layer has no such norms."""
     trained_norms: bool = False
     """Whether these norms have weights."""
 
@@ -195,7 +197,7 @@ class Mamba1Config(StateConfig):
 
 @dataclass(frozen=True)
 class ShortConvConfig(StateConfig):
-    """A layer whose state is the inputs of a convolution only (LFM2)."""
+    """A layer whose state is only the last inputs of a convolution (LFM2)."""
 
     width: int
     conv_width: int
@@ -218,8 +220,8 @@ class ShortConvConfig(StateConfig):
 @dataclass(frozen=True)
 class SharedBlocksConfig:
     """Transformer blocks without residuals that a model uses several times, in turn (Zamba2). ``uses`` has
-    the layer of each use. A use has keys and values of its own, a matrix for the block's output, and products
-    of a low ``rank`` that are added to the block's.
+    the layer of each use. Each use has its own keys and values, its own matrix for the block's output, and
+    products of a low ``rank`` that are added to the block's products.
 
     A block's input is the residual stream beside the embeddings, ``2 × hidden_size`` wide. Its output is
     added to the input of the next layer's mixer, and not to the residual stream.
@@ -229,7 +231,8 @@ class SharedBlocksConfig:
     blocks: int
     rank: int
     adapted_attention: bool
-    """Whether a use adds to queries, keys and values, besides the gates and ups of the MLP."""
+    """Whether a use adds its own products to queries, keys and values, besides those that it adds in the
+    MLP."""
 
     def block(self, layer: int) -> int:
         """Return the block that a layer uses, which is 0 for the first one.
@@ -246,12 +249,12 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of ``count`` experts. Each token goes to ``chosen`` of them.
+    """A mixture of ``count`` experts. ``chosen`` of them compute each token.
 
     ``scoring`` turns the router's logits into scores: ``softmax`` over all experts, ``sigmoid`` of each, or
     ``softmax of chosen``. With ``groups``, experts are chosen only from the best ``best_groups`` groups; a
-    group is ranked by its best ``group_members``. Scores are normalised to sum to 1 if ``normalised``, and
-    multiplied by ``scale``.
+    group's rank is decided by its best ``group_members`` experts. Scores are normalised to sum to 1 if
+    ``normalised``, and multiplied by ``scale``.
     """
 
     count: int
@@ -264,16 +267,16 @@ class ExpertsConfig:
     best_groups: int = 1
     group_members: int = 1
     correction: bool = False
-    """Whether a bias is added to the scores, for choosing only."""
+    """Whether a bias is added to the scores when experts are chosen, and only then."""
     scaled_input: bool = False
     """Whether the score multiplies an expert's input instead of its output."""
     shared_width: int = 0
-    """Width of the expert that all tokens go to; 0 without one."""
+    """Width of the shared expert, which computes all tokens. 0 if there is none."""
     shared_gate: bool = False
     biased: bool = False
     """Whether the router and the experts have biases."""
     clamp: float | None = None
-    """Limit of gates and ups, which then alternate (gpt-oss)."""
+    """Limit of the values of gates and ups. If it is set, the rows of gates and ups alternate (gpt-oss)."""
     sharpness: float = 1.0
     """Sharpness of the sigmoid in a clamped expert's gate."""
 
@@ -298,7 +301,7 @@ class Temperature:
 
 @dataclass(frozen=True)
 class TensorNames:
-    """The names of a layer's parts in a checkpoint, where families differ."""
+    """The names in a checkpoint that differ between families of models."""
 
     mlp: str = "mlp"
     mlp_norm: str = "post_attention_layernorm"
@@ -309,16 +312,17 @@ class TensorNames:
     shared: str = "shared_expert"
     # Added later: see ModelConfig.
     aside: str = ""
-    """The name of an MLP beside the experts: the one that all tokens go to, or the only one of a layer."""
+    """The name of an MLP that computes all tokens: the shared one beside the experts, or the only one of a
+    layer."""
     joined: bool = False
-    """Whether the gates and ups of an MLP are one tensor, and so are those of all experts."""
+    """Whether gates and ups are stored in one tensor, in MLPs and in experts."""
     blocks: bool = False
-    """Whether mixers and MLPs are numbered together, each with the name ``mixer``."""
+    """Whether mixers and MLPs are numbered in one sequence, and are all called ``mixer``."""
     fused_qkv: str = ""
     """``rows`` if Q, K and V are one tensor. ``heads`` if that tensor has, for each KV head, the rows of its
     query heads, of its keys and of its values."""
     renamed: tuple[tuple[str, str], ...] = ()
-    """Pairs of (part of a name, what the checkpoint has in its place), applied in order."""
+    """Pairs of (a part of a name, the text that the checkpoint has instead), applied in order."""
 
     def facts(self) -> dict[str, Any]:
         return _facts(self, since="aside")
@@ -326,10 +330,12 @@ class TensorNames:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder. ``windows`` has one entry per layer: attended tokens, or None for all.
+    """A decoder. ``windows`` has one entry per layer: the number of tokens that a token sees, or None for all
+    tokens.
 
-    ``kinds`` has each layer's kind; ``windows`` then also has attention chunks. It is empty for models whose
-    layers all keep K and V of all tokens: they have one layer group, also if they have windows.
+    ``kinds`` has each layer's kind; ``windows`` then also has attention chunks. ``kinds`` is empty for models
+    whose layers all store K and V of all tokens. These models have one layer group, even if some layers have
+    windows.
     """
 
     vocab_size: int
@@ -361,7 +367,7 @@ class ModelConfig:
     mamba: Mamba2Config | None = None
     experts: ExpertsConfig | None = None
     dense_layers: tuple[int, ...] = ()
-    """Layers with one MLP in a model with experts."""
+    """The layers that have one MLP instead of experts, in a model with experts."""
     bare_layers: tuple[int, ...] = ()
     """Layers without an MLP."""
     activation: str = "silu"
@@ -369,18 +375,19 @@ class ModelConfig:
     centred_norms: bool = False
     """Whether 1 is added to a norm's weight."""
     post_norms: bool = False
-    """Whether the outputs of mixer and MLP are normed before they are added."""
+    """Whether a norm is applied to the outputs of mixer and MLP before they are added."""
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of the outputs of mixer and MLP before they are added."""
     logit_divisor: float = 1.0
     logit_cap: float | None = None
-    """If set, ``x`` becomes ``cap × tanh(x / cap)``. ``score_cap`` does the same to attention's scores."""
+    """If set, ``x`` becomes ``cap × tanh(x / cap)``. ``score_cap`` limits attention's scores in the same
+    way."""
     score_cap: float | None = None
     score_scale: float | None = None
-    """None divides by the root of head_dim."""
+    """The factor of attention's scores. None means one over the root of head_dim."""
     sinks: bool = False
-    """Whether each head has a score that takes part in its softmax without a value."""
+    """Whether each head has an additional score in its softmax, which has no value (an attention sink)."""
     gated_attention: bool = False
     unit_qk: bool = False
     """Whether queries and keys are scaled to a mean square of 1 after rotation."""
@@ -393,37 +400,39 @@ class ModelConfig:
     """``rms``, or ``layer`` for LayerNorm: the mean is subtracted first."""
     norm_bias: bool = False
     pre_norms: bool = True
-    """Whether the inputs of mixer and MLP are normed."""
+    """Whether a norm is applied to the inputs of mixer and MLP."""
     parallel: str = ""
-    """Whether the MLP has the layer's input, as the mixer does: with the mixer's norm (``one norm``) or with
-    its own (``two norms``). Empty if the MLP follows the mixer."""
+    """Whether the MLP gets the same input as the mixer: with the mixer's norm (``one norm``) or with its own
+    (``two norms``). Empty if the MLP gets the mixer's output."""
     qk_norm_over: str = "head"
-    """The span of ``qk_norm``: a ``head``, with the same weights for all heads; ``each`` head, with its own
-    weights; or ``all`` heads together."""
+    """The numbers that one norm of ``qk_norm`` covers: those of a ``head``, with the same weights for all
+    heads; those of ``each`` head, with its own weights; or those of ``all`` heads together."""
     qk_norm_late: bool = False
-    """Whether queries and keys are normed after rotation."""
+    """Whether the norm of queries and keys is applied after their rotation."""
     short_conv: ShortConvConfig | None = None
     mamba1: Mamba1Config | None = None
     arithmetic: str = ""
-    """The facts that determine a token's bits, if they are the same in every step (``--deterministic``)."""
+    """With ``--deterministic``: the facts about the software and the processor that determine a token's bits.
+    Empty otherwise."""
     beside: tuple[int, ...] = ()
-    """Layers whose mixer has the normed input of the mixer before, instead of its output. Both outputs are
-    added to the input together. The layer before has no MLP (``bare_layers``)."""
+    """Layers whose mixer gets the same normed input as the mixer of the previous layer, instead of that
+    layer's output. Both outputs are added to the input together. The previous layer has no MLP
+    (``bare_layers``)."""
     mixer_scales: tuple[float, ...] = ()
-    """The factor of each layer's mixer output; empty for 1."""
+    """The factor of each layer's mixer output. Empty if all are 1."""
     mlp_scales: tuple[float, float] = (1.0, 1.0)
     """Factors of an MLP's gates before their activation, and of its output. Experts have none."""
     shared: SharedBlocksConfig | None = None
-    """The blocks that attention belongs to, if layers share them."""
+    """The blocks with attention that layers share. None if layers share none."""
     first_kv_head: int = 0
     """The first KV head in pages that this process computes. With several ranks, ``heads`` and ``kv_heads``
     count the heads of one rank, and pages have the heads of all (:mod:`tierstore_engine.ranks`)."""
     predictor: str = ""
     """How a checkpoint names the layer that drafts tokens (:mod:`tierstore_engine.predictor`): ``nextn`` as
-    in DeepSeek V3, or ``mtp`` as in Qwen3-Next. Empty if no layer does. This layer follows the last of
-    ``layers``, and has an entry of its own in ``kinds``."""
+    in DeepSeek V3, or ``mtp`` as in Qwen3-Next. Empty if no layer does. The drafting layer follows the last
+    of ``layers``, and has its own entry in ``kinds``."""
     added_tokens: int = 0
-    """Tokens behind the vocabulary that only prompts have, such as that of an image."""
+    """The number of tokens after the vocabulary that occur in prompts only, such as an image's token."""
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -572,7 +581,8 @@ class ModelConfig:
 
 
 def _facts(shape: Any, *, since: str) -> dict[str, Any]:
-    """Return a dataclass as its fields' values, without fields from ``since`` on that have their defaults."""
+    """Return the values of a dataclass's fields. Fields from ``since`` on are left out if they have their
+    defaults."""
     values = asdict(shape)
     every = fields(shape)
     for each in every[[each.name for each in every].index(since) :]:

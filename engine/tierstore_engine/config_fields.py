@@ -1,4 +1,4 @@
-"""Fields of ``config.json`` that many architectures write alike."""
+"""Read the fields of ``config.json`` that have the same form in many architectures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _is_number(value: Any) -> bool:
 
 
 def check_values(raw: Raw) -> None:
-    """Check the values of the fields that readers convert, also of those in a RoPE. Most may be null.
+    """Check the values of all fields that are converted later, including those of a RoPE. Most may be null.
 
     Raises :class:`ModelError` with the field, what it must be, and its value.
     """
@@ -71,8 +71,8 @@ def token_ids(value: Any) -> tuple[int, ...]:
 
 
 def common_fields(raw: Raw, *, partial: bool = False) -> dict[str, Any]:
-    """Return the fields of a :class:`ModelConfig` that all families write alike. ``partial`` allows a field
-    that rotates only a part of each head."""
+    """Return the fields of a :class:`ModelConfig` that have the same form in all families. ``partial`` allows
+    a field by which only a part of each head is rotated."""
     hidden = positive(raw, "hidden_size")
     heads = positive(raw, "num_attention_heads")
     head_dim = positive(raw, "head_dim") if raw.get("head_dim") else hidden // heads
@@ -111,7 +111,7 @@ def read_activation(raw: Raw) -> str:
 
 
 def rope_fields(raw: Raw) -> Raw:
-    """Return the fields of the RoPE, as either version of transformers writes them."""
+    """Return the fields of the RoPE, in the old or the new form of transformers."""
     fields: Raw = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     return fields
 
@@ -176,13 +176,14 @@ def yarn_growth(factor: float, share: float) -> float:
 
 
 def every_other(raw: Raw) -> tuple[LayerKind, ...]:
-    """Return the kinds of layers. Without a list, every other layer attends to everything."""
+    """Return the kinds of layers. If the file has no list, every second layer attends to all tokens."""
     return tuple(layer_kinds({**raw, "sliding_window_pattern": raw.get("sliding_window_pattern") or 2}))
 
 
 def mixed_layers(raw: Raw, kinds: tuple[LayerKind, ...], window: str) -> dict[str, Any]:
-    """Return ``kinds`` and ``windows`` of a model with layer groups. The field ``window`` names the width. If
-    all layers are alike they form one group, with the keys and values of all tokens."""
+    """Return ``kinds`` and ``windows`` of a model with layer groups. ``window`` is the name of the field with
+    the windows' width. If all layers are equal, they form one group, which stores the keys and values of all
+    tokens."""
     if set(kinds) == {LayerKind.FULL_ATTENTION}:
         return {}
     width = positive(raw, window)
@@ -200,7 +201,7 @@ def check_kinds(kinds: tuple[LayerKind, ...]) -> None:
 
 def windows_of(raw: Raw) -> tuple[int | None, ...]:
     """Return the attention window of each layer of a model with one layer group; empty if every layer attends
-    to everything."""
+    to all tokens."""
     window = raw.get("sliding_window")
     if not window or not raw.get("use_sliding_window", True):
         return ()
@@ -211,5 +212,5 @@ def windows_of(raw: Raw) -> tuple[int | None, ...]:
 
 
 def number_of(value: Any) -> float:
-    """Return a number, also from transformers' form of numbers that JSON lacks."""
+    """Return a number. Infinity and NaN, which JSON does not have, are read in transformers' form."""
     return float(value["__float__"] if isinstance(value, Mapping) else value)

@@ -1,4 +1,4 @@
-"""The gated delta rule: a state that every token corrects.
+"""The gated delta rule: a recurrent state to which every token adds a correction.
 
 For each token, with a decay ``a``, a rate ``b``, a key ``k`` and a value ``v``, the matrix ``S`` of a head
 (:mod:`tierstore_engine.states`) becomes::
@@ -26,11 +26,11 @@ from tierstore_engine.pointwise import Pointwise, each
 from tierstore_engine.quantised import linear
 from tierstore_engine.states import BlockDecays, StatePages, Tokens, read_and_add
 
-_EPSILON = 1e-6  # for the norms of queries and keys
+_EPSILON = 1e-6  # the epsilon in the norms of queries and keys
 
 
 class DeltaStates(ABC):
-    """The states of a layer group under the rule. One class per kind of device."""
+    """The states of a layer group with the gated delta rule. One class per kind of device."""
 
     @abstractmethod
     def advance(
@@ -42,12 +42,12 @@ class DeltaStates(ABC):
         decays: torch.Tensor,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Take a layer's states through the tokens of the layout's spans. Return what the tokens read,
-        ``[tokens, value_heads, value_dim]`` in the model's dtype. The pages then have the states after the
-        spans, or will have them.
+        """Update a layer's states with the tokens of the layout's spans. Return each token's output,
+        ``[tokens, value_heads, value_dim]`` in the model's dtype. The pages have the states after the spans
+        when the call, or the device's work, is done.
 
-        ``channels [tokens, channels]`` go into the convolution by ``conv [channels, 1, width]``; ``rates``
-        and ``decays`` (logarithms) are float32 ``[tokens, value_heads]``.
+        ``channels [tokens, channels]`` are the input of the convolution with ``conv [channels, 1, width]``;
+        ``rates`` and ``decays`` (logarithms) are float32 ``[tokens, value_heads]``.
         """
 
 
@@ -115,7 +115,8 @@ def delta_rule(state: torch.Tensor, block: Tokens) -> torch.Tensor:
     tokens = block.of_heads()
     assert tokens.rates is not None
     left, rates = BlockDecays.of(tokens.decays), tokens.rates.unsqueeze(-1)
-    system = rates * (tokens.keys @ tokens.keys.mT) * left.between  # its diagonal counts as 1
+    # the solver takes the diagonal of this matrix to be 1
+    system = rates * (tokens.keys @ tokens.keys.mT) * left.between
     target = rates * (tokens.added - left.since_start * (tokens.keys @ state))
     corrections = torch.linalg.solve_triangular(system, target, upper=False, unitriangular=True)
     return read_and_add(state, tokens, corrections, left)

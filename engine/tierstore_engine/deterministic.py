@@ -1,23 +1,23 @@
 """The same bits for a token in every step: ``--deterministic``.
 
 By default, the last bits of a token's logits and of its KV depend on the step that computes it. A matrix
-product of more rows sums in another order, and attention of a longer span has other blocks. Now and then this
-changes a greedy answer: by a cache hit, by other requests, or by preemption.
+product of more rows sums in another order, and attention of a longer span has other blocks. A cache hit,
+other requests or a preemption can therefore change a greedy answer now and then.
 
-With ``--deterministic``, a token's logits depend on the tokens before it only:
+With ``--deterministic``, a token's logits depend only on the tokens before it. This is how:
 
 - Positions alone decide the order of sums in products and in attention. Attention reads all keys and values
   from pages, as they are stored. On the CPU the compiled part computes both
   (:func:`~tierstore_engine.products.same_bits`, :mod:`~tierstore_engine.attention.in_place`), on a GPU our
   kernels do (:mod:`~tierstore_engine.kernels.products`, :mod:`~tierstore_engine.attention.cuda`).
-- Everything else treats rows one by one. On the CPU torch computes the same bits for a row if it uses the
-  same instructions for all its numbers. So rows are padded to whole vectors
-  (:func:`~tierstore_engine.pointwise.each`), and torch works in one thread. On a GPU torch's operations on
-  single numbers, and on the few scores of a router, do not depend on the number of rows. Its sums over long
-  rows do, so norms must be those of our kernels.
+- All other operations treat each row separately. On the CPU torch computes the same bits for a row if it uses
+  the same instructions for all its numbers. Rows are therefore padded to whole vectors
+  (:func:`~tierstore_engine.pointwise.each`), and torch uses one thread. On a GPU torch's operations on single
+  numbers, and on the few scores of a router, do not depend on the number of rows. Torch's sums over long rows
+  do depend on it, so our kernels must compute the norms.
 
-Pages that were computed so have an identity of their own, with the libraries and the processor that decided
-their bits. A deterministic request uses no others.
+Pages that were computed in this way have their own identity, which includes the libraries and the processor.
+A deterministic request uses no other pages.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tierstore_engine.states import MOST_ROWS
 
 
 def with_same_bits(config: ModelConfig, device: str) -> ModelConfig:
-    """Return the model with ``--deterministic``. Raises :class:`UsageError` for a model or a device whose
-    numbers depend on the step."""
+    """Return the model's configuration with ``--deterministic``. Raises :class:`UsageError` for a model or a
+    device whose numbers depend on the step."""
     if device == "cpu":
         _check_cpu(config)
         return replace(config, arithmetic=arithmetic())

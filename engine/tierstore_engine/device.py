@@ -1,7 +1,8 @@
-"""The model on a CUDA device: torch computes on the pool's compute stream, and the pool copies beside it.
+"""The model on a CUDA device. Torch computes on the pool's compute stream, and the pool copies at the same
+time.
 
-This module is thin on purpose, because it cannot run without a GPU. The decisions are in ``graphs.py``,
-``gathered.py``, ``gather.py`` and the pool, which are tested without a GPU.
+This module has little code on purpose, because it cannot run without a GPU. The decisions are in
+``graphs.py``, ``gathered.py``, ``gather.py`` and the pool, which are tested without a GPU.
 """
 
 from __future__ import annotations
@@ -59,9 +60,9 @@ class CudaRunner(Runner):
         self._pool = pool
         self._settings = settings
         self._stream = external(pool.compute, pool.device)
-        # The weights were made on torch's default stream, which this stream does not wait for by itself.
+        # The weights were made on torch's default stream. This stream must be told to wait for it.
         self._stream.wait_stream(torch.cuda.default_stream(torch.device(pool.device)))
-        # The tables of a model that has only states are one page long.
+        # A model that has only states has block tables of one page.
         pages = pool.num_pages if model.config.attends else 1
         positions = min(model.config.max_positions, pages * pool.spec.chunk_tokens)
         with (
@@ -114,7 +115,7 @@ class CudaRunner(Runner):
         self._stream.synchronize()
 
     def close(self) -> None:
-        """Do nothing: there is only memory."""
+        """Do nothing: all pages are in memory."""
 
 
 class CudaRecorder:
@@ -158,7 +159,7 @@ def on_stream(device: str) -> OnStream:
 
 
 def device_facts(device: str) -> dict[str, str]:
-    """Return the facts that a measurement on a device depends on."""
+    """Return the facts about device and software on which a measurement depends."""
     return {
         "device": torch.cuda.get_device_name(torch.device(device)),
         "torch": torch.__version__,
@@ -185,8 +186,9 @@ def timed(work: Callable[[], object], repetitions: int = _REPETITIONS) -> float:
 def _prefill_ranges(
     attention: CudaAttention, config: ModelConfig, pool: DevicePool, settings: EngineSettings, limit: int
 ) -> LibraryRanges:
-    """Return where a chunk's attention is left to torch. The measurement borrows the still unused pages of
-    the pool; a pool that may grow also has addresses without memory."""
+    """Return the lengths of the past for which torch computes a chunk's attention. The measurement uses pages
+    of the pool, which are still unused. Only the pages that have memory are cleared and used: a pool that may
+    grow has addresses without memory."""
     if attention.library is None:
         return NOWHERE
     if settings.prefill_backend != "auto":
@@ -227,15 +229,16 @@ def _prefill_ranges(
 
 
 def _break_even(attention: PushDownAttention, config: ModelConfig, pool: DevicePool) -> float:
-    """Return for how many queries attention on the host takes as long as a copy of its pages."""
+    """Return the number of queries for which attention on the host takes as long as copying the pages to the
+    device."""
     facts = {**device_facts(pool.device), "model": config.digest(), "threads": torch.get_num_threads()}
     device = torch.device(pool.device)
     return float(kept_choice("break-even", facts, lambda: attention.measure_break_even(device)))
 
 
 def _gather(pool: DevicePool) -> KernelGather | None:
-    """Return the kernel for the pages' layers where it is faster than the copy engines; None if it is not
-    needed."""
+    """Return the kernel that copies layers of pages, if it is faster than the device's copy engines. Return
+    None if it is not."""
     nbytes = max(pool.spec.layer(layer).nbytes for group in pool.spec.groups for layer in group.layers)
     fragments = min(_FRAGMENTS, pool.capacity)
     if nbytes > LARGEST_BYTES or not pool.runtime.host_pointers:
@@ -270,9 +273,9 @@ def _gather(pool: DevicePool) -> KernelGather | None:
 def shortage_explained(pool: DevicePool, settings: EngineSettings) -> Iterator[None]:
     """Turn torch's out-of-memory error into a :class:`DeviceMemoryError` with the relevant numbers.
 
-    The pool took its part when the engine was made. Computing shares the rest with the weights and the
-    captured steps, so the remedy is a smaller pool or smaller steps. A failed step changes nothing for its
-    sequences, and the engine can continue with other requests.
+    The pool got its memory when the engine was made. Computing shares the rest with the weights and the
+    captured steps, so a smaller pool or smaller steps help. A failed step changes nothing for its sequences,
+    and the engine can continue with other requests.
     """
     try:
         yield

@@ -1,10 +1,10 @@
-"""A draft model: a smaller model with the same vocabulary, whose guesses the model checks.
+"""A draft model: a smaller model with the same vocabulary, which guesses tokens that the main model checks.
 
-The draft model follows each sequence with its own *shadow* sequence. The shadow's pages are in pools and a
-store under the draft model's identity, so a prompt's draft pages are found again like the model's. A shadow
-may run ahead of its sequence by its draft. Only tokens that the sequence has accepted are published: before
-the next draft, the shadow is cut back to them. A draft model with recurrent states copies them at the
-accepted tokens, and returns to the copies after its draft.
+Each sequence has a *shadow*, a sequence of the draft model. The shadow's pages are in pools and in a store
+under the draft model's identity, so a prompt's draft pages are found again like those of the main model. A
+shadow may be ahead of its sequence by the drafted tokens. Only tokens that the sequence has accepted are
+published: before the next draft, the shadow is cut back to them. A draft model with recurrent states copies
+them at the accepted tokens, and returns to the copies after its draft.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ from tierstore_engine.tokenizer import ByteTokenizer
 
 @dataclass(slots=True)
 class _Shadow:
-    """The draft model's copy of a sequence. Its first ``agreed`` tokens are the sequence's. While it is
-    ``ahead``, its states include drafted tokens, and copies hold the states before these tokens."""
+    """The draft model's sequence for a sequence of the main model, its *leader*. Its first ``agreed`` tokens
+    are those of the leader. While it is ``ahead``, its states include drafted tokens, and copies hold the
+    states before these tokens."""
 
     sequence: Sequence
     agreed: int
     ahead: bool = False
 
     def follow(self, leader: Sequence) -> int:
-        """Take over the leader's tokens, and drop drafted tokens that it did not accept. Return how many
-        computed tokens are still right; the newest token is left to compute."""
+        """Take over the leader's tokens, and drop drafted tokens that the leader did not accept. Return how
+        many computed tokens are still valid. The newest token is not among them, because it must be
+        computed."""
         own, tokens = self.sequence, leader.tokens
         same = self.agreed
         while same < min(len(own.tokens), len(tokens)) and own.tokens[same] == tokens[same]:
@@ -53,7 +55,8 @@ class _Shadow:
         return (table for table in self.sequence.tables if isinstance(table, StateTable))
 
     def go_ahead(self) -> None:
-        """Copy the states before drafted tokens. Without room, the shadow does not go ahead."""
+        """Copy the states before drafted tokens. If there is no room for the copies, the shadow drafts
+        nothing."""
         self.ahead = all(table.keep_state() for table in self._states)
 
     def go_back(self) -> None:
@@ -69,8 +72,8 @@ class DraftModel(Drafter):
     """Draft up to ``tokens`` tokens with ``model``, over the pages of ``connector``, which :meth:`close`
     closes.
 
-    A sequence gets no draft while its draft pages are loading or have no room. A long prompt is computed
-    chunk by chunk, one per step of the engine.
+    A sequence gets no draft while its draft pages are being loaded, or if they have no room. A long prompt is
+    computed chunk by chunk, one per step of the engine.
     """
 
     def __init__(
@@ -108,7 +111,7 @@ class DraftModel(Drafter):
             ready = [leader for leader in ready if leader.request_id in ending]
             if not ready:
                 break
-            # The model will use the same random numbers, so that both tend to choose alike.
+            # The main model will use the same random numbers, so both models tend to choose the same tokens.
             draws = [leader.draws(drafts[leader.request_id])[-1] for leader in ready]
             choices = self._model.sample(logits, draws, range(len(draws)))
             for leader, choice in zip(ready, choices, strict=True):
@@ -190,7 +193,7 @@ class DraftModel(Drafter):
         return Work(own, own.computed, stop, guessed=0 if shadow.ahead else max(stop - shadow.agreed, 0))
 
     def _computed(self, item: Work) -> None:
-        """Record that a shadow's work was computed. Save pages of accepted tokens."""
+        """Record that a shadow's work was computed, and save the pages of accepted tokens."""
         own, shadow = item.sequence, self._shadows[item.sequence.request_id]
         if item.stop <= shadow.agreed:
             own.restore(item.stop)

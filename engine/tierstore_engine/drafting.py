@@ -1,17 +1,17 @@
 """Speculative decoding: a cheaper drafter guesses the next tokens, and the model checks them.
 
-A *draft* of k tokens is computed after a sequence's newest token in one step, like a short prefill, which
-takes little longer than one token. The model makes its own choice at each of the k + 1 places, with the
-logits and the random number that it would have there without a draft. While the choice equals the drafted
-token, the next place counts as well. At the first difference the rest of the draft is dropped. Its keys and
-values are overwritten, never saved. Recurrent states are kept before the draft, and the next step computes
-its accepted tokens again, with the newest one (:mod:`tierstore_engine.states`).
+In one step, the model computes a sequence's newest token and a *draft* of k tokens after it, like a short
+prefill. This takes little longer than one token. The model makes its own choice at each of the k + 1 places,
+with the logits and the random number that it would have there without a draft. Drafted tokens are accepted as
+long as they equal these choices. The rest of the draft is dropped. The keys and values of dropped tokens are
+overwritten and never saved. Recurrent states are stored as they were before the draft, and the next step
+computes the accepted tokens again, together with the newest token (:mod:`tierstore_engine.states`).
 
-So a draft changes how many tokens a step yields, but not which. Greedy output is the same, and sampled output
-is the same token by token for a seed, so it has the same distribution. (This holds up to the model's
-arithmetic: logits of several rows may differ in their last bits from logits of one row.) For a draft of one
-certain token per place, rejection sampling would offer no more. A draft model uses the same random numbers as
-the model, so that both tend to choose alike.
+A draft therefore changes how many tokens a step yields, but not which tokens. Greedy output is the same, and
+sampled output is the same token by token for a seed, so it has the same distribution. (This holds up to the
+model's arithmetic: logits of several rows may differ in their last bits from logits of one row.) Rejection
+sampling would accept no more tokens, because a draft has one certain token at each place. A draft model uses
+the same random numbers as the model, so that both tend to choose the same tokens.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Drafter(Protocol):
         than usual, or empty."""
 
     def follow(self, work: Ints[Work]) -> None:
-        """Record that the model has computed this work. No page of it was saved yet."""
+        """Record that the model has computed this work. No page of this work has been saved yet."""
 
     def forget(self, sequence: Sequence) -> None:
-        """Forget a sequence that has ended. It may never have been proposed for."""
+        """Forget a sequence that has ended. The sequence may never have had a draft."""
 
     def close(self) -> None:
         """Release everything."""
@@ -46,7 +46,8 @@ class Drafter(Protocol):
 
 class PromptLookupDrafter:
     """Draft the tokens that followed an earlier occurrence of the sequence's last tokens. This suits text
-    that repeats itself or quotes its prompt. It costs a search in the sequence's token bytes, and no model.
+    that repeats itself or quotes its prompt. It needs no model, and only searches the bytes of the sequence's
+    tokens.
 
     At most ``tokens`` tokens are drafted. The last ``longest`` tokens are searched first, then fewer, down to
     ``shortest``. The latest occurrence counts.
@@ -57,7 +58,7 @@ class PromptLookupDrafter:
             raise UsageError("a draft needs at least one token, and must satisfy 1 ≤ shortest ≤ longest")
         self._tokens = tokens
         self._lengths = range(longest, shortest - 1, -1)
-        self._seen: dict[RequestId, bytearray] = {}  # all tokens as bytes, which are searched fast
+        self._seen: dict[RequestId, bytearray] = {}  # all tokens as bytes, because a search in bytes is fast
 
     def propose(self, sequences: Ints[Sequence]) -> Mapping[RequestId, Ints[int]]:
         return {sequence.request_id: self._draft(sequence) for sequence in sequences}
@@ -86,9 +87,10 @@ def _earlier(seen: bytearray, length: int) -> int | None:
     if len(seen) <= length * TOKEN_BYTES:
         return None
     pattern = seen[-length * TOKEN_BYTES :]
-    stop = len(seen) - TOKEN_BYTES  # it may overlap the last tokens, but not be them
+    # the match may overlap the last tokens, but must not be the last tokens themselves
+    stop = len(seen) - TOKEN_BYTES
     while (found := seen.rfind(pattern, 0, stop)) >= 0:
         if found % TOKEN_BYTES == 0:
             return found // TOKEN_BYTES
-        stop = found + len(pattern) - 1  # the match began inside a token
+        stop = found + len(pattern) - 1  # the match begins in the middle of a token's bytes
     return None
