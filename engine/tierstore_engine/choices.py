@@ -74,8 +74,8 @@ def _keep(file: Path, document: Mapping[str, Any]) -> Mapping[str, Any]:
 def per_call(seconds_of: Callable[[int], float], repetitions: int) -> float:
     """Return the seconds of one call. ``seconds_of(n)`` measures ``n`` calls in a row.
 
-    The device waits for the launch of the first call, and launches overlap with computing afterwards. Each
-    round therefore has so many calls that they take about ``ROUND_S``. The result is the median of
+    The device waits for the launch of the first call, and launches overlap with computing afterwards. The
+    number of calls in a round is chosen so that they take about ``ROUND_S``. The result is the median of
     ``repetitions`` rounds. The first call of all is not counted, because libraries initialize themselves in
     it.
     """

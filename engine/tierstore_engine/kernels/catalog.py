@@ -28,7 +28,8 @@ CONVOLVED_CHANNELS = 256
 MAX_LATENT = 576
 """Numbers of the widest latent: 512 and 64, as in DeepSeek's models."""
 SIMT_GROUPS = (1, 2)
-"""The sizes of groups of query heads that decode on CUDA cores. An mma instruction has 16 rows, and most are padding if a group has few heads. Still, the mma kernel needs fewer instructions than products on CUDA
+"""The sizes of groups of query heads that decode on CUDA cores. An mma instruction has 16 rows, and most rows
+are padding if a group has few heads. Still, the mma kernel needs fewer instructions than products on CUDA
 cores from about three heads on (counted, not measured)."""
 
 _C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16"}
