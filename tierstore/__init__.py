@@ -8,7 +8,7 @@
 >>> stored, hit.tokens
 (128, 100)
 
-``import tierstore`` is quick: the names below are imported when they are first used.
+``import tierstore`` is quick: a public name's module is imported when the name is first used.
 ``docs/architecture.md`` describes how the store is built.
 """
 
@@ -91,7 +91,7 @@ _LAZY = {
     "Promise": "tierstore.types",
 }  # public names and the modules that define them
 
-_LOOK_S = 10.0  # time limit of an embedded store's lookup: its disk calls have limits of their own
+_LOOK_S = 10.0  # time limit of a lookup in an embedded store; each disk call also has its own limit
 
 _log = logging.getLogger(__name__)
 
@@ -131,25 +131,26 @@ def open(
 ) -> Store:
     """Open an embedded store, with its tiers in this process.
 
-    ``path`` is the directory of the disk tier. It is created if it is missing, and one process at a time can
-    use it. None means no disk tier. ``pools`` are the engine's HBM page pools, one for each layer group; a
-    model with one group may pass the pool itself. Pages in these pools are found and kept without a copy.
+    ``path`` is the directory of the disk tier (None: no disk tier). A missing directory is created. Only one
+    process at a time can use a directory. ``pools`` are the engine's HBM page pools, one for each layer
+    group; a model with one group may pass the pool itself. Lookups find pages in these pools, and saves keep
+    pages there, without a copy.
 
     ``identity`` applies to tokens that are given without a prompt. Without an identity only the layout tells
-    models apart, so pass one wherever weights, adapters or tenants can differ.
+    models apart, so pass an identity if weights, adapters or tenants can differ.
 
     ``lease_s`` is how long a hit holds its pages. ``policy``, one of ``tierstore.policy.POLICIES``, selects
     the pages that leave a full tier first. ``disk_write_budget`` limits the page bytes written to disk per
-    day (0: no limit). ``disk_codec`` is how the disk keeps pages: ``none``, ``lossless`` or ``zstd``
+    day (0: no limit). ``disk_codec`` encodes pages on disk: ``none``, ``lossless`` or ``zstd``
     (:mod:`tierstore.codec`). ``disk_key`` encrypts the disk tier: it is the path of a master key, or
-    ``command:COMMAND`` for a command that prints one. The keys of tenants are in ``disk_keyring``, a file
-    outside of ``path`` (None: beside the master key; see docs/encryption.md). With ``session_keys``, each
-    session has a key of its own, which a forget of the session drops. ``checkpoint_tokens`` is the
+    ``command:COMMAND`` for a command that prints a master key. ``disk_keyring`` is a file outside of ``path``
+    with the keys of tenants (None: beside the master key; see docs/encryption.md). With ``session_keys``,
+    each session has its own key, and forgetting the session deletes the key. ``checkpoint_tokens`` is the
     distance between the save points of a conversation in groups with named pages (None: see
     :mod:`tierstore.retention`). A disk call that takes longer than ``stall_s`` seconds marks the disk as
-    stalled; loads and saves do not wait for it until it answers. ``max_age_days`` is the longest time that a
-    page is served after it was saved (0: no limit; see docs/encryption.md). ``model_name`` is the
-    model's name for people, as `tierstore ls` shows it.
+    stalled; loads and saves then do not wait for the disk until it answers. ``max_age_days`` is the longest
+    time that a page is served after it was saved (0: no limit; see docs/encryption.md). `tierstore ls` shows
+    ``model_name``, the model's name for people.
 
     Raises :class:`UsageError` for a capacity that cannot hold a page, and
     :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -193,9 +194,10 @@ def open(
 
 
 def open_beside(store: Store, spec: KVSpec, *, identity: Identity, model_name: str = "") -> Store:
-    """Open a store of other pages in the tiers of an embedded ``store``, for example of embeddings
-    (:meth:`KVSpec.embedding`). Both share the capacities and the policy of ``store``, which must be closed
-    last. Raise :class:`UsageError` for a store at a daemon: connect a second time instead.
+    """Open a second store, with other pages, in the tiers of an embedded ``store``: for example a store of
+    embeddings (:meth:`KVSpec.embedding`). Both stores share the capacities and the policy of ``store``, which
+    must be closed last. Raise :class:`UsageError` for a store at a daemon: connect to the daemon a second
+    time instead.
 
     >>> from tierstore.keys import Identity
     >>> from tierstore.spec import KVSpec
@@ -234,26 +236,26 @@ def connect(
 ) -> Store:
     """Connect to the daemon at ``url``: ``ipc://PATH`` on this host, ``tcp://HOST:PORT`` on another one.
 
-    ``connect`` waits up to ``wait_s`` seconds for the daemon and logs a warning if it does not answer.
-    Engines that must not wait pass 0. While there is no daemon, lookups miss and saves store nothing; the
-    store connects as soon as the daemon is there.
+    ``connect`` waits up to ``wait_s`` seconds for the daemon and logs a warning if the daemon does not
+    answer. Engines that must not wait pass ``wait_s=0``. Without a daemon, lookups miss and saves store
+    nothing; the store connects as soon as a daemon starts.
 
-    ``lookup_s`` is the time limit of a lookup and of every other call without a deadline, except saves.
-    ``keys`` is this client's ``.secret`` file and ``server_key`` the daemon's ``.key`` file, for ``tcp://``
+    ``lookup_s`` is the time limit of a lookup and of every other call without a deadline, except saves. For
+    ``tcp://``, ``keys`` is this client's ``.secret`` file and ``server_key`` is the daemon's ``.key`` file
     (see ``tierstore keygen``). ``verify`` compares every page from the daemon's shared memory with the
-    checksum of its save. Use it if you do not trust other processes of the same user; it makes loads slower.
-    Pages from other hosts and from disk are always verified.
+    checksum of its save. Use ``verify`` if you do not trust other processes of the same user; it makes loads
+    slower. Pages from other hosts and from disk are always verified.
 
-    ``reach`` shares a device with the store if there is no pool but pages are copied to and from the device:
+    ``reach`` shares a device with a store that has no pool but copies pages to and from the device: pass
     :meth:`~tierstore.tiers.pinned.Reach.share` of that device. ``model_name`` is the model's name for people:
     it appears in KV events and in ``tierstore ls``, and does not change which pages are found. With
-    ``loads=False`` the daemon is never asked for pages, with ``saves=False`` it gets none; pages in the pool
-    are found and kept in both cases. ``groups`` is for an engine with layer groups of its own, such as one
-    for each worker: the ``identities`` of its prompts name the pages of each group, and ``spec`` describes
-    the first group. ``log`` gets a line when the daemon connects and one when it goes. All other arguments
-    are those of :func:`open`.
+    ``loads=False`` the store requests no pages from the daemon, and with ``saves=False`` it sends none;
+    lookups find pages in the pool, and saves keep pages there, in both cases. ``groups`` is for an engine
+    with its own layer groups, such as one group for each worker: the ``identities`` of its prompts name the
+    pages of each group, and ``spec`` describes the first group. ``log`` receives a line when the daemon
+    connects and a line when the daemon disconnects. All other arguments are those of :func:`open`.
 
-    The store belongs to one process. A forked child that uses it gets :class:`StoreClosedError` and has to
+    The store belongs to one process. A forked child that uses it gets :class:`StoreClosedError` and must
     connect again. Raises :class:`UsageError` for an address or keys that cannot be used.
     """
     from tierstore.arguments import seconds, text, whole_number
@@ -278,7 +280,7 @@ def connect(
         loads=loads,
         saves=saves,
         log=log,
-        reach=page_pools[0].reach if page_pools else reach,  # they lie in one memory
+        reach=page_pools[0].reach if page_pools else reach,  # all pools lie in one memory
     )
     store = Store(
         backend,
@@ -295,7 +297,7 @@ def connect(
 
 
 def _wait_for_daemon(url: str, stores: Sequence[Store], wait_s: float) -> None:
-    """Wait until all ``stores`` are connected, at most ``wait_s`` seconds; log a warning if one is not."""
+    """Wait until all ``stores`` are connected, at most ``wait_s`` seconds. Log a warning if one is not."""
     if not wait_s:
         return
     ends = time.monotonic() + wait_s
@@ -320,11 +322,12 @@ def open_pool(
 ) -> PagePool:
     """Return a pool of ``num_pages`` pages on ``device``: ``cpu``, ``cuda`` or ``cuda:N``.
 
-    ``most`` is the number of pages that the pool may be resized to (None: ``num_pages`` on a CPU; on a GPU
-    the pool cannot be resized). On a CPU, other processes can map the memory of a pool with ``shared_parts``.
-    Pages are taken from its parts in turn. Raises
-    :class:`UsageError` for a device that does not exist or has no room, and
-    :class:`~tierstore.tiers.device.DeviceError` if its driver fails."""
+    ``most`` is the largest number of pages that the pool can be resized to (None: ``num_pages``). A pool on a
+    GPU can be resized only if ``most`` is given. On a CPU, a pool with ``shared_parts`` lies in memory that
+    other processes can map, and takes pages from its parts in turn. Raises :class:`UsageError` for a device
+    that does not exist or has too little memory, and :class:`~tierstore.tiers.device.DeviceError` if the
+    device's driver fails.
+    """
     from tierstore.tiers.hbm import PagePool
 
     runtime = _device(device)
@@ -346,9 +349,10 @@ def open_pools(
 ) -> tuple[PagePool, ...]:
     """Return a pool for each layer group of ``spec``, all in one memory of ``nbytes`` bytes on ``device``.
 
-    ``most_bytes`` is the size that the memory may be resized to. With ``device_heads``, the memory is divided
-    over several GPUs from ``device`` on, and cannot be resized. Each GPU has some KV heads of all pages, or
-    of those of one of ``shared_parts``. Otherwise as :func:`open_pool`."""
+    ``most_bytes`` is the largest size that the memory can be resized to. With ``device_heads``, the memory is
+    divided over several GPUs, starting with ``device``, and cannot be resized. Each GPU then holds some KV
+    heads of all pages, or of the pages of one of ``shared_parts``. All else is as in :func:`open_pool`.
+    """
     from tierstore.tiers import group_pools
 
     if device_heads:
@@ -375,11 +379,12 @@ def open_pools(
 def open_overflow_pools(
     spec: KVSpec, counts: Sequence[int], overflow: Overflow, *, device: str = "cpu"
 ) -> tuple[PagePool, ...]:
-    """Return a pool for each layer group of ``spec``, of ``counts`` pages each. The first pool has further
+    """Return a pool for each layer group of ``spec``, with ``counts`` pages each. The first pool has further
     pages in ``overflow``: on a CPU in a file, on a GPU in host memory and then in a file.
 
-    Raises :class:`UsageError` for a first layer group that needs no such pages, for a size without room, and
-    for an ``overflow`` that does not fit the device."""
+    Raises :class:`UsageError` if pages of the first layer group cannot lie in ``overflow``, for a size
+    without room, and for an ``overflow`` that does not fit the device.
+    """
     from tierstore.tiers.device_overflow import DeviceOverflowPool
     from tierstore.tiers.group_pools import bytes_for, open_group_pools
     from tierstore.tiers.overflow import OverflowPool
@@ -401,7 +406,7 @@ def open_overflow_pools(
 
 
 def _device(device: str) -> Device | None:
-    """Return the device of this name; None for the CPU."""
+    """Return the device with this name; None for the CPU."""
     kind, _, index = device.partition(":")
     if kind == "cpu":
         return None

@@ -1,4 +1,4 @@
-"""Checks of callers' arguments, once, at the boundary. Inside, arguments have the declared types.
+"""Check callers' arguments once, at the boundary; code behind it relies on the declared types.
 
 Each function returns its argument in the internal form, or raises :class:`UsageError` with one line that
 names the argument.
@@ -17,7 +17,7 @@ from typing import Any
 from tierstore.errors import UsageError
 
 _MOST_DAYS = 36_500
-LONGEST_S = 10 * 365 * 86_400.0  # longest wait; the clocks of the platform allow a few centuries
+LONGEST_S = 10 * 365 * 86_400.0  # longest wait; the platform's clocks overflow after a few centuries
 
 
 def whole_number(name: str, value: object, *, least: int | None = None) -> int:
@@ -32,7 +32,6 @@ def whole_number(name: str, value: object, *, least: int | None = None) -> int:
 
 
 def whole_numbers(name: str, values: object) -> list[int]:
-    """Return a list of whole numbers."""
     if not isinstance(values, Iterable) or isinstance(values, str):
         raise UsageError(f"{name} must be whole numbers, got {_shown(values)}")
     return [whole_number(f"one of {name}", value) for value in values]
@@ -79,13 +78,13 @@ def json_object(name: str, value: str) -> dict[str, Any]:
 def _shown(value: object) -> str:
     try:
         return reprlib.repr(value)
-    except Exception:  # noqa: BLE001  # any object: its description must not raise
+    except Exception:  # noqa: BLE001  # the repr of a caller's object may raise anything
         return f"a {type(value).__name__}"
 
 
 def max_age_s(days: float) -> float:
-    """Return the maximum age of pages in seconds; inf for 0 days. Raise :class:`UsageError` for a number
-    out of range.
+    """Return the maximum age of pages in seconds; inf for 0 days. Raise :class:`UsageError` for a number of
+    days that is out of range.
 
     >>> max_age_s(30), max_age_s(0)
     (2592000.0, inf)

@@ -1,21 +1,23 @@
-"""The protocol between a store and everything below HBM: one set of methods, for this process or a daemon.
+"""The protocol between a store and everything below HBM, the same for a backend in this process and for a
+daemon.
 
-A :class:`Backend` finds pages, says where their bytes are, and takes new ones. A store asks its backend for
-everything that its own HBM pages do not answer, and copies the bytes itself: the backend never touches an
-engine's memory.
+A :class:`Backend` finds pages, returns the addresses of their bytes, and stores new pages. A store calls its
+backend for all pages that its own HBM does not hold. The store copies the bytes itself: the backend never
+accesses an engine's memory.
 
 ::
 
     load    find ─▶ Lease ─▶ locate ─▶ Located.addresses ─▶ (the store copies) ─▶ Located.release, release
     save    reserve ─▶ Reservation.addresses ─▶ (the store copies) ─▶ commit
 
-Each method may be called from any thread and returns at once. Slow work is a
-:class:`~tierstore.transfer.Transfer`; its result is there already if nothing had to be waited for. A full,
-slow, broken or absent backend gives a miss: a result that is short, empty or None. The only exceptions are
+Each method of a backend may be called from any thread and returns without waiting. A method with slow work
+returns a :class:`~tierstore.transfer.Transfer`, which has ended already if no work was slow. A full, slow,
+broken or absent backend gives a miss: a result that is short, empty or None. A backend raises only
 :class:`~tierstore.errors.UsageError` and :class:`~tierstore.errors.StoreClosedError`.
 
-There are two implementations: :class:`tierstore.core.backend.LocalBackend` decides;
-:class:`tierstore.client.backend.RemoteBackend` asks a daemon, which is a server over a ``LocalBackend``.
+The protocol has two implementations: :class:`tierstore.core.backend.LocalBackend` makes all decisions;
+:class:`tierstore.client.backend.RemoteBackend` sends requests to a daemon, which is a server over a
+``LocalBackend``.
 """
 
 from __future__ import annotations
@@ -41,8 +43,8 @@ P = TypeVar("P")  # a page
 
 @dataclass(frozen=True, slots=True)
 class PrefixHandle:
-    """A short form of a prompt's first ``chunks`` chunks. ``owner``, a backend or one client connection of
-    it, remembers them under ``number``, so they need not be sent again."""
+    """A number that stands for the first ``chunks`` chunks of a prompt in later requests. ``owner``, a
+    backend or one client connection of a backend, remembers these chunks under ``number``."""
 
     owner: object
     number: int
@@ -51,8 +53,8 @@ class PrefixHandle:
 
 @dataclass(slots=True, eq=False)
 class KnownPrompt:
-    """A prompt of an earlier request. ``data`` may continue behind its last key. ``handle`` is the backend's,
-    and is replaced as a whole."""
+    """A prompt of an earlier request. ``data`` may have more tokens than ``keys`` covers. ``handle`` is the
+    backend's short form of the prompt. It may be replaced by another handle, but never changes itself."""
 
     bucket: bytes
     data: bytes
@@ -62,11 +64,12 @@ class KnownPrompt:
 
 @dataclass(slots=True)
 class LookupRequest:
-    """A prompt at the time of a request; it may grow meanwhile. Its tokens are the first ``nbytes`` of
-    ``data`` (copying a long prompt costs more than matching it). ``keys`` has a key for each full chunk. The
-    first ``common`` chunks are also those of ``known``. Each page has ``page_bytes`` bytes.
+    """The state of a prompt when a store sends a request, although the prompt may grow meanwhile. The request
+    covers the first ``nbytes`` bytes of ``data`` (copying a long prompt would cost more than matching it).
+    ``keys`` has a key for each full chunk. The request shares its first ``common`` chunks with the prompt
+    ``known``. Each page has ``page_bytes`` bytes.
 
-    Each chunk follows the one before it. :class:`NamedRequest` is for chunks without a parent.
+    Each chunk is the child of the chunk before it. :class:`NamedRequest` is for chunks without a parent.
     """
 
     identity: Identity
@@ -77,10 +80,10 @@ class LookupRequest:
     keys: list[PageKey]
     known: KnownPrompt | None = None
     common: int = 0
-    depth: int = 0  # for named chunks: number of pages before the first one in its prompt
+    depth: int = 0  # for named chunks: number of pages in the prompt before the first of these chunks
     gain: int = 0
-    """For named chunks: tokens of a prompt that need not be computed if the missing chunks come from other
-    hosts. If the gain is large enough, the backend checks whether other hosts have them."""
+    """For named chunks: number of prompt tokens that need not be computed if other hosts have the missing
+    chunks. If this number is large enough, the backend checks whether other hosts have these chunks."""
     counted: bool = True
     """Whether the backend counts this lookup and its hit. False for a second lookup of the same request."""
 
@@ -101,19 +104,19 @@ class LookupRequest:
 
     @property
     def num_chunks(self) -> int:
-        """Number of chunks, including the partial tail."""
+        """Number of chunks, including a partial chunk at the end."""
         return -(-self.nbytes // self.width)
 
     def tokens_from(self, chunk: int) -> bytes:
-        """Return the token bytes from a chunk on."""
+        """Return the bytes of all tokens from ``chunk`` on."""
         return self.data[chunk * self.width : self.nbytes]
 
     def chunk(self, index: int) -> bytes:
-        """Return the token bytes of a chunk. The last one may be the partial tail."""
+        """Return the bytes of one chunk's tokens. The last chunk may be partial."""
         return self.data[index * self.width : min((index + 1) * self.width, self.nbytes)]
 
     def cut(self, tokens: int) -> LookupRequest:
-        """Return a request for its first ``tokens`` tokens."""
+        """Return a request for the first ``tokens`` tokens of this request."""
         if tokens >= self.num_tokens:
             return self
         chunks = tokens // self.chunk_tokens
@@ -129,7 +132,7 @@ class LookupRequest:
         )
 
     def limited(self, tokens: int) -> LookupRequest:
-        """Return the request to send if no hit of more than ``tokens`` tokens is wanted."""
+        """Return the request to send if a hit of more than ``tokens`` tokens is useless."""
         return self.cut(tokens)
 
     def found(self, lease: Lease) -> LookupRequest:
@@ -137,34 +140,37 @@ class LookupRequest:
         return self.cut(lease.tokens)
 
     def fits(self, pages: int, positions: Sequence[int]) -> bool:
-        """Return whether an answer with ``pages`` pages, at these ``positions`` if they are named, is
-        possible."""
+        """Return whether an answer with ``pages`` pages is possible. For named pages, the answer gives their
+        ``positions``."""
         return True
 
     def slice(self, first: int, count: int) -> tuple[LookupRequest, int]:
-        """Return a request that contains ``count`` chunks from ``first`` on, and the position of chunk
-        ``first`` in it."""
+        """Return a request that contains ``count`` chunks from chunk ``first`` on, and the position of chunk
+        ``first`` in the returned request."""
         return self.cut((first + count) * self.chunk_tokens), first
 
     def saved_from(self, first: int) -> int:
-        """Return the first chunk whose page must be known in order to save chunks from ``first`` on."""
+        """Return the first chunk whose page the backend must know before it can save chunks from ``first``
+        on."""
         return 0
 
     def touch(self, index: Index, pages: Sequence[Page], positions: Iterable[int], *, hit: bool) -> None:
-        """Note in an index that these pages are used. For named chunks, ``positions`` are theirs."""
+        """Record in an index that these pages are used. For named chunks, ``positions`` has the pages'
+        positions."""
         index.touch(pages, hit=hit)
 
     def holding(self, pages: list[P]) -> list[P]:
-        """Return the pages to hold so that all of the prompt's leading ``pages`` stay in the index."""
+        """Return the pages to hold so that all of ``pages``, the leading pages of the prompt, stay in the
+        index."""
         return pages[-1:]
 
     def parent(self, root: P, before: P) -> P:
-        """Return the parent of a page: for chained pages the page ``before`` it, for named pages ``root``."""
+        """Return the parent of a page: of a chained page the page ``before`` it, of a named page ``root``."""
         return before
 
     def handle_of(self, owner: object, chunks: int | None = None) -> PrefixHandle | None:
-        """Return the handle of ``owner`` for a prefix of this prompt, for at most ``chunks`` chunks (None: as
-        many as it has). None if there is none."""
+        """Return a handle of ``owner`` for at most the first ``chunks`` chunks of this prompt (None: as many
+        chunks as the known handle has). Return None if ``owner`` has no handle."""
         handle = self.known.handle if self.known is not None else None
         if handle is None or handle.owner is not owner:
             return None
@@ -172,20 +178,20 @@ class LookupRequest:
         return PrefixHandle(owner, handle.number, count) if count > 0 else None
 
     def forget_handle(self) -> None:
-        """Forget the handle, because the backend no longer remembers it."""
+        """Forget the handle, because the backend no longer remembers its chunks."""
         if self.known is not None:
             self.known.handle = None
 
 
 @dataclass(slots=True)
 class NamedRequest(LookupRequest):
-    """Chunks without a parent: each is found, leased and saved by its own key
+    """A request for chunks without a parent: each chunk is found, leased and saved by its own key
     (:meth:`~tierstore.keys.Prompt.named_pages`)."""
 
     named: ClassVar[bool] = True
 
     def part(self, chunks: Sequence[int]) -> NamedRequest:
-        """Return a request for some of its chunks."""
+        """Return a request for some chunks of this request."""
         data = b"".join([self.chunk(chunk) for chunk in chunks])
         return NamedRequest(
             self.identity,
@@ -226,7 +232,7 @@ class NamedRequest(LookupRequest):
 
 @dataclass(frozen=True, slots=True)
 class SaveHints:
-    """A caller's hints for a save: a hint about the pages' future, and the session they belong to. Raise
+    """A caller's hint for the pages of a save, and the session that the pages belong to. Raise
     :class:`UsageError` for an invalid hint or session name."""
 
     hint: Hint | None = None
@@ -246,11 +252,13 @@ NO_HINTS = SaveHints()
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A lease on the first ``pages`` pages of a prompt (``tokens`` tokens). The backend holds them until
-    ``ends`` on the store's clock, or until :meth:`Backend.release`. A lease without tokens holds nothing.
+    """A lease on the first ``pages`` pages of a prompt, which have ``tokens`` tokens. The backend holds these
+    pages until ``ends`` on the store's clock, or until :meth:`Backend.release`. A lease with 0 tokens holds
+    nothing.
 
-    ``runs`` are the pages' tiers in prefix order: (``host`` or ``disk``, number of pages). ``handle`` can
-    replace the pages in later requests. For named chunks, ``positions`` has the positions of the held ones.
+    ``runs`` gives the tiers of the pages in prefix order, as pairs of (``host`` or ``disk``, number of
+    pages). Later requests can send ``handle`` in place of the leased pages. For named chunks, ``positions``
+    has the positions of the held chunks.
     """
 
     number: int
@@ -261,11 +269,12 @@ class Lease:
     handle: PrefixHandle | None = None
     positions: Sequence[int] = ()
     remote_positions: Sequence[int] = ()
-    """For named chunks: positions of pages that are not held here but seem to be on other hosts."""
+    """For named chunks: positions of pages that are not held here but probably on other hosts."""
     page_bytes: int = 0  # size of each page
 
     def run_at(self, position: int) -> tuple[str, int]:
-        """Return the tier of a page, and how many consecutive pages from it on are in that tier."""
+        """Return the tier of a page, and the number of consecutive pages from this page on that are in the
+        same tier."""
         end = 0
         for tier, count in self.runs:
             end += count
@@ -276,9 +285,8 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """An identity that pages are stored under, and the size of its pages and chunks. In a daemon, the
-    identity has the tenant of the client's key. ``model_name`` is the model's name for people, if it has one.
-    """
+    """An identity that pages are stored under, and the size of its pages and chunks. A daemon adds the tenant
+    of the client's key to the identity. ``model_name`` is the model's name for people; it may be empty."""
 
     identity: Identity
     page_bytes: int
@@ -286,15 +294,15 @@ class Registration:
     model_name: str = ""
 
     def named(self, model_name: str) -> Registration:
-        """Return the registration with this name for its model, unless it has one."""
+        """Return this registration, with ``model_name`` if it has no model name."""
         return self if self.model_name else replace(self, model_name=model_name)
 
 
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
-    """A layer group whose pages are found by name, as part of a :class:`HitRequest`. The caller itself has
-    the pages that end at the tokens ``here``. ``names`` is only for cross attention, and has the names of all
-    pages of the prompt's inputs."""
+    """A layer group whose pages are found by name, as part of a :class:`HitRequest`. ``here`` lists the token
+    positions at which the caller's own pages of this group end. ``names`` is only for cross attention, and
+    has the names of all pages of the prompt's inputs."""
 
     registration: Registration
     rule: GroupRule
@@ -309,8 +317,8 @@ class NamedGroup:
         root: bytes,
         chunk: Callable[[int], bytes],
     ) -> list[bytes]:
-        """Return the names of its pages that end there, from the names of a request's chunks; see
-        :func:`tierstore.keys.names_at`."""
+        """Return the names of the group's pages that end at ``ends``, computed from the ``names`` of a
+        request's chunks; see :func:`tierstore.keys.names_at`."""
         if self.rule.past is Past.CROSS:
             return [self.names[end // chunk_tokens - 1] for end in ends]
         return names_at(ends, chunk_tokens, names, root, chunk)
@@ -321,12 +329,12 @@ class HitRequest:
     """A request for the longest hit on the first ``num_tokens`` tokens of a prompt, over all layer groups of
     its model.
 
-    ``chains`` has a request for each group that needs every token, all for the same tokens. The caller itself
-    has the first ``here[i]`` tokens of ``chains[i]``. ``named`` are the other groups. A page has the same
-    name in each of these groups, except cross attention: ``names[i]`` (:data:`~tierstore.keys.NAME_BYTES`)
-    stands for the tokens up to the end of whole chunk ``i``. ``root`` is the value that the first name was
-    chained to. ``tail`` are the token bytes of the chunk in which ``num_tokens`` end, as far as the prompt
-    has them.
+    ``chains`` has a request for each layer group with chained pages; all are for the same
+    tokens. The caller already holds the first ``here[i]`` tokens of ``chains[i]``. ``named`` has all other
+    layer groups. A page has the same name in each named group, except cross attention: ``names[i]``
+    (:data:`~tierstore.keys.NAME_BYTES` long) stands for all tokens up to the end of whole chunk ``i``.
+    ``root`` takes the place of a parent's name for the first chunk. ``tail`` has the token bytes of the chunk
+    in which token ``num_tokens`` lies, as far as the prompt contains them.
     """
 
     chunk_tokens: int
@@ -340,10 +348,10 @@ class HitRequest:
     counted: bool = True
     """Whether the backend counts this lookup and its hit. False for a second lookup of the same request."""
     explain: bool = False
-    """Whether the answer has to say why the tokens behind the hit are missed."""
+    """Whether the answer must explain why the tokens behind the hit are missed."""
 
     def pages(self, group: NamedGroup, ends: Sequence[int]) -> NamedRequest:
-        """Return a request for the pages of a group that end at these tokens."""
+        """Return a request for the pages of ``group`` that end at the tokens ``ends``."""
         names = group.names_at(ends, self.chunk_tokens, self.names, self.root, self._chunk)
         keys, data = named_chunks(names, self.chunk_tokens)
         known = group.registration
@@ -354,7 +362,7 @@ class HitRequest:
 
     @property
     def registrations(self) -> list[Registration]:
-        """The registrations that a backend needs before this request, those of the chains first."""
+        """The registrations that a backend needs before this request. The chains' registrations are first."""
         return [
             *(chain.registration for chain in self.chains),
             *(group.registration for group in self.named),
@@ -363,8 +371,8 @@ class HitRequest:
 
 @dataclass(frozen=True, slots=True)
 class GroupLease:
-    """The pages of one layer group that a hit needs and the caller does not have. They end at the tokens
-    ``ends``, in the order of the lease's pages. Other hosts seem to have the pages that end at
+    """A lease on the pages of one layer group that a hit needs and the caller does not have. The leased pages
+    end at the tokens ``ends``, in the same order. Other hosts probably have the pages that end at the tokens
     ``remote_ends``."""
 
     lease: Lease
@@ -374,9 +382,10 @@ class GroupLease:
 
 @dataclass(slots=True, eq=False)
 class HitLease:
-    """The answer to a :class:`HitRequest`. The longest hit that all groups support has ``tokens`` tokens. The
-    groups that need every token reach ``branch`` tokens. ``chains`` and ``named`` are in the request's order.
-    With pages that other hosts seem to have, the hit would be ``remote_tokens`` longer."""
+    """The answer to a :class:`HitRequest`. The longest hit that all layer groups support has ``tokens``
+    tokens. The chained layer groups alone would support ``branch`` tokens. ``chains`` and ``named`` have the
+    request's order. The hit would be ``remote_tokens`` longer if the pages that other hosts probably have
+    were here."""
 
     tokens: int
     branch: int
@@ -384,12 +393,12 @@ class HitLease:
     named: Sequence[GroupLease]
     remote_tokens: int = 0
     misses: Sequence[Miss] = ()
-    """Why the tokens behind the hit are missed, if the request asked for it. The number of a layer group is
-    its place in the request."""
+    """Why the tokens behind the hit are missed, if the request has ``explain``. Layer groups are numbered as
+    in the request."""
 
     @property
     def groups(self) -> list[GroupLease]:
-        """All group leases, those of the chains first."""
+        """All group leases. The leases of the chains are first."""
         return [*self.chains, *self.named]
 
 
@@ -399,29 +408,30 @@ def _nothing() -> None:
 
 @dataclass(slots=True, eq=False)
 class Located:
-    """The addresses of leading pages of a request. The bytes stay at ``addresses`` until ``ends`` on the
-    store's clock or until ``release()``, whichever is first. ``ends`` is infinite if only the release ends
-    them. Bytes copied after ``ends`` must not be used. If there are ``checksums`` (XXH3-64, 0 if unknown),
-    the copied bytes are compared with them."""
+    """The addresses of the leading pages of a request. The bytes stay at ``addresses`` until ``ends`` on the
+    store's clock or until ``release()``, whichever is first. ``ends`` is infinite if the bytes stay until
+    ``release()``. Bytes copied after ``ends`` must not be used. If there are ``checksums`` (XXH3-64, 0 if
+    unknown), the store compares them with the copied bytes."""
 
     addresses: Sequence[int]
     ends: float = math.inf
     checksums: Sequence[int] = ()
     release: Callable[[], None] = _nothing
     renew: Callable[[Callable[[float], None]], None] | None = None
-    """Ask for a later end. The callback gets the new end, or the old one if it cannot be moved. None if
-    ``ends`` is infinite or cannot be renewed."""
+    """Request a later value of ``ends``. The callback gets the new value, or the old value if the backend
+    refuses. None if ``ends`` is infinite or cannot be renewed."""
     memory: Memory | Sequence[memoryview] | None = None  # keeps the memory mapped
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Room for pages that a store writes. A reservation is never taken back while its store lives: it ends
-    with ``commit`` or ``abort``.
+    """Room for pages that a store writes. A backend never takes a reservation back while its store lives: the
+    reservation ends with ``commit`` or ``abort``.
 
-    The pages at ``positions`` (counted from the first requested page, which is 0) are to be written: to
-    ``addresses``, or by :meth:`Backend.write` if these are None. Pages that are stored already, or find no
-    room, are not among them. After a commit of everything, ``stored_tokens`` tokens are stored.
+    ``positions`` has the pages that the store must write, counted from 0 at the first requested page. Their
+    bytes go to ``addresses``, or to :meth:`Backend.write` if ``addresses`` is None. ``positions`` leaves out
+    pages that are stored already and pages that find no room. After a commit of all positions,
+    ``stored_tokens`` tokens of the prompt are stored.
     """
 
     number: int
@@ -432,13 +442,13 @@ class Reservation:
     owner: object = None
     memory: Memory | None = None  # keeps the memory mapped
     usable: Callable[[], bool] = field(default=lambda: True)
-    """Return whether pages may still be written; False after the connection to the daemon was lost."""
+    """Return whether pages may still be written. False after the connection to the daemon was lost."""
 
 
 class ForgottenPages(NamedTuple):
-    """The pages that a forget has removed: all of ``identities`` (digests), and single ``pages`` (digest and
-    key) with all pages behind them. Pools drop their copies. With these, they have been told of all forgets
-    up to number ``told``."""
+    """The pages that a forget has removed: all pages of ``identities`` (digests), and each of ``pages``
+    (digest and key) with all pages behind it. A page pool drops its copies of them. With this report, pools
+    have received all forgets up to number ``told``."""
 
     identities: frozenset[bytes] = frozenset()
     pages: frozenset[tuple[bytes, PageKey]] = frozenset()
@@ -446,8 +456,8 @@ class ForgottenPages(NamedTuple):
 
 
 class Backend(Protocol):
-    """Everything below HBM, for one store. Pages of one identity have one size. A store of several layer
-    groups has an identity for each group."""
+    """All tiers below HBM, as one store uses them. All pages of one identity have the same size. A store of
+    several layer groups has an identity for each group."""
 
     @property
     def lease_s(self) -> float:
@@ -455,72 +465,73 @@ class Backend(Protocol):
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that the store may hold in reservations at a time; 0 while nothing can be saved."""
+        """Bytes that the store may reserve at a time; 0 while nothing can be saved."""
 
     # -- reading -------------------------------------------------------------------------------------
 
     def find(
         self, request: LookupRequest, *, patience_s: float, caller_receives: bool = False
     ) -> Transfer[Lease | None]:
-        """Lease the held pages of one layer group: the leading pages of a prompt, or each of the named ones.
-        The result is None if there is no answer within ``patience_s`` seconds. ``caller_receives`` says that
-        this thread waits for the answer at once."""
+        """Lease the stored pages of one layer group: the leading pages of a prompt, or each stored page of a
+        named request. The result is None without an answer within ``patience_s`` seconds. ``caller_receives``
+        says that the calling thread waits for the answer immediately."""
 
     def find_hit(
         self, request: HitRequest, *, patience_s: float, caller_receives: bool = False
     ) -> Transfer[HitLease | None]:
         """Find the longest hit that all layer groups of a prompt support. The lease holds exactly the pages
-        that the hit needs and the caller does not have. The result is None if there is no answer within
-        ``patience_s`` seconds. Release each of ``HitLease.groups``."""
+        that the hit needs and the caller does not have. The result is None without an answer within
+        ``patience_s`` seconds. The caller must release each lease in ``HitLease.groups``."""
 
     def expect(self, request: LookupRequest, *, wait_s: float) -> Transfer[None]:
-        """Wait for promised pages: another engine will save all whole chunks of this prompt. Ends when they
-        are held, when it is known that nothing comes, or after ``wait_s`` seconds. Look the pages up
-        afterwards."""
+        """Wait until another engine has saved all whole chunks of this prompt, as it promised. The wait ends
+        when the pages are stored, when it is known that they will not be saved, or after ``wait_s`` seconds.
+        The caller then looks the pages up."""
 
     def batch_pages(self, lease: Lease, first: int) -> int:
-        """Return the best number of pages to locate at a time, from ``first`` on."""
+        """Return the best number of pages for one call of :meth:`locate` that begins at page ``first``."""
 
     def locate(
         self, lease: Lease, first: int, count: int, *, wait_s: float | None
     ) -> Transfer[Located | None]:
-        """Load pages ``first … first + count`` of a lease into host memory and return their addresses: those
-        of the leading pages that are there within ``wait_s`` seconds. Each result that is not None must be
-        released."""
+        """Load pages ``first … first + count`` of a lease into host memory. The result has the addresses of
+        the leading pages that are in host memory within ``wait_s`` seconds. The caller must release each
+        result that is not None."""
 
     def prefetch(self, lease: Lease, *, first: int = 0, wait_s: float | None) -> Transfer[int]:
-        """Load the pages of a lease from ``first`` on into host memory and hold them there under the lease.
-        The result is the number of consecutive pages from ``first`` on that are there within ``wait_s``
+        """Load all pages of a lease from page ``first`` on into host memory, where the lease holds them. The
+        result is the number of consecutive pages from ``first`` on that are in host memory within ``wait_s``
         seconds."""
 
     def report_damage(self, lease: Lease, position: int) -> None:
         """Report that the bytes of this page did not match their checksum. The backend checks the page, and
-        drops a damaged copy."""
+        drops a damaged copy of it."""
 
     def holds(self, lease: Lease) -> bool:
-        """Return whether the lease has not ended."""
+        """Return whether the lease still holds its pages."""
 
     def release(self, lease: Lease) -> None:
-        """Release a lease that is no longer needed. Call it once for each lease."""
+        """Release a lease that the caller no longer needs. Call ``release`` once for each lease."""
 
     # -- other hosts -----------------------------------------------------------------------------------
 
     @property
     def remote(self) -> bool:
-        """Whether pages can be fetched from other hosts at all."""
+        """Whether the backend can fetch pages from other hosts."""
 
     def fetch_remote(self, request: LookupRequest, first: int, count: int, *, wait_s: float) -> Transfer[int]:
-        """Fetch whole chunks ``first … first + count`` of a prompt, or named ones, from other hosts into host
-        memory. The result is the number of consecutive chunks that arrived within ``wait_s`` seconds; a
-        lookup then finds them."""
+        """Fetch chunks ``first … first + count`` of a request from other hosts into host memory; of a prompt,
+        only whole chunks. The result is the number of consecutive chunks that arrived within ``wait_s``
+        seconds. A lookup then finds these chunks."""
 
     # -- planning ------------------------------------------------------------------------------------
 
     def rates(self) -> Mapping[str, TierRate]:
-        """Return the measured rates of its tiers; see :mod:`tierstore.planner`."""
+        """Return the measured speed of each tier; see :mod:`tierstore.planner`."""
 
     def declined(self, tokens: Mapping[str, int]) -> None:
-        """Count tokens that were found but not loaded, by tier and reason."""
+        """Count tokens that were found but not loaded. ``tokens`` maps a tier and a reason to a number of
+        tokens."""
 
     # -- writing -------------------------------------------------------------------------------------
 
@@ -533,73 +544,76 @@ class Backend(Protocol):
         hints: SaveHints = NO_HINTS,
         handle: PrefixHandle | None = None,
     ) -> Transfer[Reservation | None]:
-        """Reserve room for chunks ``first … first + count`` of a prompt, including its partial tail.
-        ``count`` may be 0, to pass only ``hints``. ``handle`` comes from an earlier reservation of the same
-        prompt."""
+        """Reserve room for chunks ``first … first + count`` of a prompt, including its partial tail. With
+        ``count=0``, the call only passes ``hints`` to the backend. ``handle`` comes from an earlier
+        reservation of the same prompt."""
 
     def write(self, reservation: Reservation, first: int, frames: Sequence[memoryview]) -> Transfer[bool]:
-        """Send the pages of positions ``first …`` of a reservation without addresses. The result is False if
-        they were not received. ``frames`` must not change until then; otherwise the pages are not stored."""
+        """Send the pages at positions ``first …`` of a reservation without addresses. The result is False if
+        the backend did not receive the pages. ``frames`` must not change until the transfer ends; otherwise
+        the pages are not stored."""
 
     def commit(self, reservation: Reservation, checksums: dict[int, int]) -> Transfer[int]:
-        """Commit the pages at these positions, each with its XXH3-64. The other pages are given up, and the
-        reservation ends. The result is the number of stored pages."""
+        """Store the pages at the positions in ``checksums``, which has the XXH3-64 of each page. The
+        reservation ends, and all its other pages are not stored. The result is the number of stored pages."""
 
     def abort(self, reservation: Reservation) -> None:
-        """Give a reservation up."""
+        """End a reservation without storing its pages."""
 
     # -- pins, eviction, statistics ------------------------------------------------------------------
 
     def pin(
         self, request: LookupRequest, *, undo: bool = False, max_tokens: int | None = None
     ) -> Transfer[int]:
-        """Pin the held whole chunks of a prompt. ``undo`` undoes the tenant's newest pin of exactly this
-        prompt. The result is the number of tokens of the pin; 0 if there was nothing to pin or to undo."""
+        """Pin the stored whole chunks of a prompt. ``undo`` removes the tenant's newest pin of exactly this
+        prompt. The result is the number of pinned or unpinned tokens; 0 if there was nothing to pin or to
+        unpin."""
 
     def evict(self, tier: str, pages: int | None) -> int:
-        """Evict up to ``pages`` pages (None: all that may leave) from ``tier``. Blocks. Return the number
-        evicted."""
+        """Evict up to ``pages`` pages (None: all pages that may be evicted) from ``tier``. Blocks. Return the
+        number of evicted pages."""
 
     def finish(self, session: str) -> int | None:
-        """End a session: pages that only this session has used leave first. Return their number; None without
-        an answer."""
+        """End a session: the pages that only this session has used are evicted first. Return the number of
+        these pages, or None without an answer."""
 
     def forget(
         self, *, tenant: str | None = None, model: str | None = None, session: str | None = None
     ) -> ForgetReceipt | None:
         """Forget a tenant, a model, or a session; see :meth:`Store.forget <tierstore.Store.forget>`. Return
-        None without an answer."""
+        None without an answer from the backend."""
 
     def follow_forgets(
         self, follower: Callable[[ForgottenPages], None], limit_age: Callable[[float], None]
     ) -> None:
-        """Call ``follower`` with what any client has forgotten and with what has become too old. Call
-        ``limit_age`` with the seconds that pages may be kept, as soon as they are known and when they change.
-        Both are called on any thread, and must not wait or raise."""
+        """Call ``follower`` with the pages that any client has forgotten, and with pages that have become too
+        old. Call ``limit_age`` with the number of seconds that pages may be kept, as soon as this number is
+        known and when it changes. The backend may call these functions on any thread, and they must not wait
+        or raise."""
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until everything committed so far is on disk or was given up. Return False when ``timeout``
-        seconds pass first."""
+        """Wait until every page committed so far is on disk or will not be written. Return False if
+        ``timeout`` seconds pass first."""
 
     def stats(self) -> StoreStats:
-        """Return a snapshot. If other clients share the backend, ``counters`` and ``open_hits`` are those of
-        this client only."""
+        """Return a snapshot of the statistics. If several clients share the backend, ``counters`` and
+        ``open_hits`` are this client's own."""
 
     def check(self) -> None:
-        """Assert that redundant bookkeeping agrees."""
+        """Assert that the backend's redundant bookkeeping agrees."""
 
     @property
     def connected(self) -> bool:
         """Whether the backend exists and answers."""
 
     def wait_connected(self, timeout: float | None) -> bool:
-        """Wait until the backend answers. Return False when ``timeout`` seconds pass first."""
+        """Wait until the backend answers. Return False if ``timeout`` seconds pass first."""
 
     def wait_ready(self, timeout: float) -> None:
         """Wait until the backend has reached its full speed."""
 
     def register(self, registration: Registration) -> None:
-        """Make an identity known before its first request."""
+        """Register an identity, before its first request."""
 
     def close(self) -> None:
-        """Finish running work and release everything. Repeated calls do nothing."""
+        """Finish all running work, then release everything. Repeated calls do nothing."""

@@ -1,21 +1,23 @@
-"""Codecs, which store a page in fewer bytes on disk, and their protocol.
+"""Codecs, which store a page in fewer bytes on disk.
 
-A codec turns a page into bytes and back. A record's size and checksum are those of the page, not of the
-encoded bytes. So a page that differs from the saved one is always a miss, even if the encoded bytes were
-damaged.
+A codec encodes a page into bytes and decodes the page from them. A disk record has the size and the checksum
+of the page, not of the encoded bytes. So a page that differs from the saved page is always a miss, even if
+only its encoded bytes were damaged.
 
 ``lossless``
-    For numbers in bfloat16, float16 and float32, from any engine. The compiled part (``native/codec.c`` has
-    the format) splits each number into exponent, sign and mantissa, codes the exponents and keeps the rest.
-    It detects the kind of numbers in each block of 8 KiB. So an engine with opaque pages need not declare
-    anything, no layout or identity changes, and a page of several kinds (a state in float32 beside keys in
-    bfloat16) is coded correctly. A wrong guess costs bytes, but never a bit.
+    For numbers in bfloat16, float16 and float32, from any engine. The compiled part splits each number into
+    exponent, sign and mantissa, codes the exponents and stores all other bits as they are (the format is
+    described in ``native/codec.c``). It detects the type of the numbers in each block of 8 KiB. So the layout
+    of opaque pages need not be declared, and a page with several types (a state in float32 beside keys in
+    bfloat16) is coded well. A wrongly detected type costs bytes, but never changes a bit.
 ``zstd``
-    The same split, with Zstandard for the plane of exponents: 3 % smaller, and several times slower. It needs
-    the package ``zstandard`` (tierstore[codecs]), and replaces ``lossless`` without the compiled part.
+    Splits numbers in the same way, and compresses the exponents with Zstandard: 3 % smaller pages than with
+    ``lossless``, and several times slower. It needs the package ``zstandard`` (tierstore[codecs]). Without
+    the compiled part, it replaces ``lossless``.
 
-In a page, head_dim is innermost, so numbers of similar size are already adjacent. Exponents relative to those
-of their channel were 1 % smaller on real KV, but would need the layout of opaque pages.
+In a page, head_dim is the innermost dimension, so numbers of similar size are already adjacent. Coding
+exponents relative to those of their channel saved 1 % more on real KV, but would need the layout of opaque
+pages.
 
 >>> lossless = by_name("lossless")
 >>> page = memoryview(np.arange(4096, dtype=np.float32)).cast("B")
@@ -43,40 +45,40 @@ from tierstore.extras import install
 from tierstore.memory import address_of
 from tierstore.spec import DTYPE_BITS, KVSpec
 
-NONE = "none"  # as a setting: pages are not encoded
-RAW = 0  # as a number in a record: the page is not encoded
+NONE = "none"  # value of the setting for pages that are not encoded
+RAW = 0  # codec number in the record of a page that is not encoded
 BLOCK_BYTES = 8192
-_WORTH = 15 / 16  # share of the page's size; a larger result is not used
+_WORTH = 15 / 16  # an encoded page larger than this share of the page is not used
 
 Plane = npt.NDArray[np.uint8]
 
 
 class Codec(Protocol):
-    """One way to encode pages. Thread-safe and stateless."""
+    """One method to encode pages. Thread-safe and stateless."""
 
     name: str
     number: int
-    """The codec's number in the record of a page. It is never given to another codec."""
+    """The codec's number in the record of a page. No other codec ever gets this number."""
 
     def bound(self, nbytes: int) -> int:
-        """Return the room that :meth:`encode` needs for a page of ``nbytes``."""
+        """Return the bytes of ``room`` that :meth:`encode` needs for a page of ``nbytes``."""
 
     def encode(self, page: memoryview, room: memoryview, layout: str) -> int:
         """Write the encoded page to the beginning of ``room``. Return its size, or 0 if the codec does not
-        make the page smaller by at least 1/16, or is not for it. ``layout`` is the identity's layout.
-        """
+        make the page smaller by at least 1/16 or cannot encode it. ``layout`` is the layout of the page's
+        identity."""
 
     def decode(self, encoded: memoryview, page: memoryview) -> bool:
-        """Fill ``page``. Return False for bytes that do not decode to a page of this size. Never reads or
-        writes other memory, even for damaged input."""
+        """Decode ``encoded`` into ``page``. Return False if it does not decode to a page of this size. Even
+        damaged input never makes the codec read or write other memory."""
 
 
 # -- by the compiled part ------------------------------------------------------------------------------
 
 
 class Lossless:
-    """The codec ``lossless``; see the module. Measured on an EPYC core: 4.6 GB/s of decoded and 1.0 GB/s of
-    encoded pages."""
+    """The codec ``lossless``; see the module. On a core of an EPYC, it decodes 4.6 GB/s and encodes 1.0 GB/s,
+    measured in bytes of pages."""
 
     name = "lossless"
     number = 1
@@ -108,12 +110,12 @@ _KINDS: Mapping[int, tuple[int, int]] = {
     2: (2, 0),
     3: (2, 3),
     4: (4, 0),
-}  # bytes of a number, bits that are kept
+}  # by kind of block: bytes of a number, and bits of its highest byte that are stored without coding
 
 
 def _decode_lossless(encoded: memoryview, page: memoryview) -> bool:
-    """Decode without the compiled part, for a directory that was moved to a machine without it. 100 times
-    slower."""
+    """Decode without the compiled part, 100 times slower than with it. Used if a store directory was moved to
+    a machine without the compiled part."""
     of, to = np.frombuffer(encoded, np.uint8), np.frombuffer(page, np.uint8)
     at = 0
     for start in range(0, len(to), BLOCK_BYTES):
@@ -125,7 +127,7 @@ def _decode_lossless(encoded: memoryview, page: memoryview) -> bool:
 
 
 def _decode_block(of: Plane, to: Plane) -> int:
-    """Decode one block. Return how many bytes of ``of`` it used, or 0 if they are invalid."""
+    """Decode one block. Return the number of bytes of ``of`` that the block takes, or 0 for invalid bytes."""
     kind, width = (int(of[0]) & 15, int(of[0]) >> 4) if len(of) else (-1, 0)
     if kind in (RAW, _SAME):
         kept = len(to) if kind == RAW else 1
@@ -182,8 +184,8 @@ def _unpacked(bits: Plane, width: int) -> Plane:
 
 
 def _split(numbers: Plane, size: int) -> list[Plane]:
-    """Return the bytes of numbers of ``size`` bytes, rotated left by one bit, plane by plane, exponents
-    first."""
+    """Return the bytes of numbers of ``size`` bytes, rotated left by one bit. The first array has the highest
+    bytes (exponents) of all numbers, and the last array has the lowest bytes."""
     word = np.dtype(f"<u{size}")
     value = numbers.view(word)
     turned = (value << word.type(1)) | (value >> word.type(8 * size - 1))
@@ -205,8 +207,8 @@ def _joined(planes: list[Plane]) -> Plane:
 
 
 class Zstd:
-    """The codec ``zstd``: Zstandard for the plane of exponents. Raise :class:`UsageError` if it is not
-    installed."""
+    """The codec ``zstd``, which compresses exponents with Zstandard. Raise :class:`UsageError` if the package
+    ``zstandard`` is not installed."""
 
     name = "zstd"
     number = 2
@@ -267,7 +269,8 @@ class Zstd:
 
 @lru_cache(maxsize=1024)
 def number_bytes(layout: str) -> int:
-    """Return the size of the numbers in pages of this layout: 2 if it does not say (most KV is)."""
+    """Return the size in bytes of the numbers in pages of this layout; 2 for opaque pages, because most KV
+    has numbers of 2 bytes."""
     try:
         bits = DTYPE_BITS[KVSpec.parse(layout).dtype]
     except SpecError:
@@ -279,13 +282,13 @@ def number_bytes(layout: str) -> int:
 
 NAMES = (NONE, "lossless", "zstd")
 REMOVED = {"fp8": 3, "int8": 4, "int4": 5}
-"""Codecs of earlier versions and their numbers, which no other codec may get. They did not preserve every
-bit."""
+"""Codecs of earlier versions and their numbers, which no other codec may get. They did not preserve every bit
+of a page."""
 
 
 def by_name(name: str) -> Codec | None:
-    """Return the codec of a setting; None for "none". Raise :class:`UsageError` for an unknown name, and for
-    a codec that is not available here."""
+    """Return the codec that a setting names; None for "none". Raise :class:`UsageError` for an unknown name,
+    and for a codec that is not available on this machine."""
     if name not in NAMES:
         raise UsageError(f"no codec {name!r} (there are: {', '.join(NAMES)})")
     if name == NONE:
@@ -302,7 +305,8 @@ def by_name(name: str) -> Codec | None:
 
 
 def by_number(number: int) -> Codec | None:
-    """Return the codec that a record names; None if this version does not know it or cannot use it."""
+    """Return the codec with the number in a record; None if this version does not know the number or cannot
+    use the codec."""
     try:
         return _of_number(number)
     except (KeyError, UsageError):

@@ -1,4 +1,5 @@
-"""Shared parts of the project's commands. An error is one line on stderr, and the exit code says its kind."""
+"""Parts that the project's commands share. A failed command prints one line on stderr, and its exit code
+gives the kind of error."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ _EXTRAS = {
     "cryptography": "packs",
     "blake3": "packs",
     "obstore": "s3",
-}  # the extra that installs a package that only some commands need
+}  # packages that only some commands need, and the extra that installs each
 
 
 def make_app() -> typer.Typer:
@@ -42,7 +43,8 @@ def make_app() -> typer.Typer:
 
 
 def version_option(program: str) -> Any:
-    """Return the option ``--version`` of ``program``: a flag that prints the package's version and exits.
+    """Return the option ``--version`` of ``program``: a flag that prints the version of the package and
+    exits.
 
     >>> # def command(version: Annotated[bool, version_option("tierstore")] = False) -> None: ...
     """
@@ -58,15 +60,15 @@ def version_option(program: str) -> Any:
 
 
 def size_option(help: str) -> Any:
-    """Return an option that takes a size, such as 8GiB."""
+    """Return an option whose value is a size, such as 8GiB."""
     return typer.Option(help=help, metavar="SIZE", parser=parse_size)
 
 
 def with_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let a command take its options as dataclasses, so that each option is declared once.
+    """Let a command declare its options as dataclasses, so that several commands share one declaration.
 
-    A parameter of ``command`` whose type is a dataclass stands for the options that are its fields. A field
-    without a typer annotation is no option, and keeps its default.
+    If a parameter of ``command`` has a dataclass as its type, each field of the dataclass becomes an option.
+    A field without a typer annotation is no option, and keeps its default.
 
     >>> @dataclass(frozen=True, kw_only=True)
     ... class Room:
@@ -94,20 +96,21 @@ def with_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def option(name: str, kind: Any, declared: Any, default: Any = None) -> inspect.Parameter:
-    """Return a parameter of type ``kind`` that typer reads as the option ``declared``."""
+    """Return a function parameter of type ``kind`` that typer reads as the option ``declared``."""
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, declared]
     )
 
 
 def take(command: Callable[..., None], options: Sequence[inspect.Parameter]) -> None:
-    """Let a command with ``**`` parameters take these options."""
+    """Make typer pass these options to a command that is declared with ``**`` parameters."""
     command.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in options}
 
 
 def _options(group: Any) -> list[inspect.Parameter]:
-    """Return the options that are fields of a dataclass. Sizes are shown as people write them."""
+    """Return the options that the fields of a dataclass declare. A size's default is shown as people write
+    it."""
     hints = get_type_hints(group, include_extras=True)
     found = []
     for field in fields(group):
@@ -124,17 +127,17 @@ def _options(group: Any) -> list[inspect.Parameter]:
 
 @contextmanager
 def one_line_errors(program: str, *, extra: str = "") -> Iterator[None]:
-    """Exit with 2 for bad usage and with 1 for a failed run. Any other exception in the block is a bug and
-    keeps its traceback. ``extra`` is the one that installs everything for ``program``; without it, the
-    missing package decides."""
+    """Exit with code 2 for bad usage and with code 1 for a failed run. Any other exception in the block is a
+    bug and keeps its traceback. ``extra`` is the extra with all packages of ``program``; if it is empty, the
+    message names the extra of the missing package."""
     _make_writable()
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()  # here, because Python reports no error at its exit
+            sys.stdout.flush()  # a flush at Python's exit would not report an error
     except BrokenPipeError:
-        _drop_stdout()  # the reader has gone (`| head`)
+        _drop_stdout()  # the reader of the pipe has ended (`| head`)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         _fail(program, "interrupted", 1)
@@ -161,8 +164,8 @@ def one_line_errors(program: str, *, extra: str = "") -> Iterator[None]:
 
 
 def _make_writable() -> None:
-    """Make output safe. Characters that the locale cannot encode are written escaped. A stream that was
-    closed before the start (``>&-``) discards its output."""
+    """Make sure that writing output cannot fail. Characters that the locale cannot encode are written
+    escaped. A stream that was closed before the start (``>&-``) discards its output."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
@@ -172,7 +175,7 @@ def _make_writable() -> None:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to /dev/null, because Python would report another error when it flushes stdout at
+    """Redirect stdout to /dev/null; otherwise Python would report another error when it flushes stdout at
     exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

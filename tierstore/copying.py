@@ -1,10 +1,10 @@
 """Copies and checksums on the host: many pages in one call, without the GIL.
 
-With the compiled part (:mod:`tierstore.native`), a call hands over the GIL once, bypasses the caches for
-large copies (the overwritten memory need not be read first), and computes checksums while copying. Measured
-on a Xeon (Emerald Rapids) with pages of 1 MiB: 1.5 to 1.7 times libc's memcpy, and as fast with the checksum.
-Without it, each copy is a separate call, and a checksum is a second pass over memory, in pieces that are
-still in the second-level cache: 0.75 times memcpy.
+With the compiled part (:mod:`tierstore.native`), each call releases the GIL once and computes checksums while
+it copies. Large copies bypass the caches, so that the overwritten memory need not be read first. On a Xeon
+(Emerald Rapids) with pages of 1 MiB, a copy is 1.5 to 1.7 times as fast as libc's memcpy, with or without a
+checksum. Without the compiled part, each page is a separate call. A checksum is then a second pass over
+memory, in pieces that are still in the second-level cache: 0.75 times as fast as memcpy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import xxhash
 
 from tierstore import native
 
-_PAST_CACHES_FROM = 1 << 20  # bytes in one call: less may be used while it is in a cache
-_PAST_CACHES_RUN = 1 << 10  # bytes in one copy: less is not worth it
+# Smaller copies go through the caches: their bytes may be used while they are still cached.
+_PAST_CACHES_FROM = 1 << 20  # least bytes of one call
+_PAST_CACHES_RUN = 1 << 10  # least bytes of one contiguous run
 _PIECE_BYTES = 256 << 10
 
 
 def copy_all(copies: Iterable[tuple[int, int]], nbytes: int, *, read_next: bool = False) -> None:
-    """Copy ``nbytes`` for each (destination, source) pair of addresses. ``read_next``: this processor reads
-    the copied bytes soon, so they should stay in the caches."""
+    """Copy ``nbytes`` for each (destination, source) pair of addresses. ``read_next`` says that this
+    processor reads the copied bytes soon, so they should stay in the caches."""
     if native.LIBRARY is None:
         _copy_in_runs(copies, nbytes)
         return
@@ -39,7 +40,7 @@ def copy_all(copies: Iterable[tuple[int, int]], nbytes: int, *, read_next: bool 
 
 def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int) -> list[int]:
     """Copy as :func:`copy_all` does, and return the XXH3-64 of each source as it was copied. If a source
-    changes meanwhile, its checksum does not match the copy."""
+    changes during its copy, the checksum does not match the copied bytes."""
     pairs, count = _pairs(copies)
     if native.LIBRARY is None or nbytes < native.LEAST_HASHED:
         return [_copy_and_hash_one(to, of, nbytes) for to, of in zip(pairs[::2], pairs[1::2], strict=True)]
@@ -51,12 +52,13 @@ def copy_and_hash(copies: Iterable[tuple[int, int]], nbytes: int) -> list[int]:
 
 
 Runs = Iterable[tuple[int, Sequence[int]]]
-"""Pages, each as its address in one piece and the addresses of its runs, in order."""
+"""Pages that are contiguous in one place and divided into runs in another. Each item is the page's contiguous
+address, and the addresses of its runs in order."""
 
 
 def gather_and_hash(pages: Runs, sizes: Sequence[int]) -> list[int]:
-    """Copy pages together from their runs, which have these ``sizes``. Return the XXH3-64 of each page as it
-    was copied."""
+    """Copy the runs of each page to the page's contiguous address. ``sizes`` are the bytes of a page's runs.
+    Return the XXH3-64 of each page as it was copied."""
     if len(sizes) == 1:
         return copy_and_hash(((page, runs[0]) for page, runs in pages), sizes[0])
     pages = list(pages)
@@ -79,12 +81,12 @@ def gather_and_hash(pages: Runs, sizes: Sequence[int]) -> list[int]:
 
 
 def scatter(pages: Runs, sizes: Sequence[int]) -> None:
-    """Copy pages to their runs."""
+    """Copy each page from its contiguous address to its runs."""
     _each_run(list(pages), sizes, to_page=False)
 
 
 def _each_run(pages: Sequence[tuple[int, Sequence[int]]], sizes: Sequence[int], *, to_page: bool) -> None:
-    """Copy between pages and their runs, all runs of one size at a time."""
+    """Copy between pages and their runs, with one call for all runs of the same size."""
     offsets = [0, *itertools.accumulate(sizes)]
     for size in dict.fromkeys(sizes):
         own = [(offsets[at], at) for at, nbytes in enumerate(sizes) if nbytes == size]
@@ -94,8 +96,9 @@ def _each_run(pages: Sequence[tuple[int, Sequence[int]]], sizes: Sequence[int], 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """A matrix of items that lies in two places. Strides are the distances between its rows and between its
-    columns, in bytes: of the destination (``to``) and of the source (``of``)."""
+    """A matrix of items, which a copy reads with one layout and writes with another. The strides of the
+    destination (``to``) and of the source (``of``) are the distances in bytes between rows and between
+    columns."""
 
     rows: int
     columns: int
@@ -105,10 +108,10 @@ class Matrix:
 
 
 def copy_matrices(pairs: npt.NDArray[np.uint64], matrix: Matrix) -> None:
-    """Copy a matrix for each row (destination, source) of ``pairs``, addresses of its first item. Large
-    copies bypass the caches.
+    """Copy one matrix for each row of ``pairs``, which has the addresses of the first items of destination
+    and source. Large copies bypass the caches.
 
-    Rows may be contiguous on one side and columns on the other: then the compiled part turns squares of items
+    If rows are contiguous on one side and columns on the other, the compiled part transposes squares of items
     in registers, for items of 2 and 4 bytes. docs/sharing.md has measurements.
 
     >>> source, target = np.arange(6, dtype=np.uint32).reshape(2, 3), np.zeros((3, 2), np.uint32)
@@ -129,7 +132,7 @@ def copy_matrices(pairs: npt.NDArray[np.uint64], matrix: Matrix) -> None:
 
 
 def _view(address: int, matrix: Matrix, strides: tuple[int, int]) -> npt.NDArray[np.void]:
-    """Return a matrix in memory as an array of items."""
+    """Return the matrix at ``address`` as an array of items."""
     extent = (matrix.rows - 1) * strides[0] + (matrix.columns - 1) * strides[1] + matrix.item_bytes
     memory = memoryview((ctypes.c_char * extent).from_address(address)).cast("B")
     found: npt.NDArray[np.void] = np.ndarray(
@@ -143,7 +146,7 @@ def hash_all(addresses: Sequence[int], nbytes: int) -> list[int]:
     return copy_and_hash(((_NOWHERE, address) for address in addresses), nbytes)
 
 
-_NOWHERE = 0  # as destination: only the checksum is wanted
+_NOWHERE = 0  # the destination if nothing is copied and only the checksum is computed
 
 
 def _pairs(copies: Iterable[tuple[int, int]]) -> tuple[array.array[int], int]:
@@ -159,7 +162,7 @@ def _goes_past(count: int, nbytes: int) -> bool:
 
 
 def _copy_in_runs(copies: Iterable[tuple[int, int]], nbytes: int) -> None:
-    """Copy, joining pairs that are adjacent on both sides into one copy. Each copy hands over the GIL, which
+    """Copy, and join pairs that are adjacent on both sides into one copy. Each copy releases the GIL, which
     costs more than copying a small page if several threads are busy."""
     to, of, length = 0, 0, 0
     for destination, source in copies:

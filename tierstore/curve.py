@@ -1,32 +1,33 @@
-"""Estimates what more memory would be worth, from a live store's own traffic.
+"""Estimate the hit rates that a store would have with more memory, from the store's own traffic.
 
 The *reuse distance* of a page is the number of bytes of other pages that were used since its last use. A
 cache that evicts the least recently used page hits exactly those uses whose distance fits its capacity. So
 one pass over the traffic gives the hit rate of every capacity (Mattson et al., 1970). SHARDS does this with a
 sample: C. Waldspurger, N. Park, A. Garthwaite, I. Ahmad, "Efficient MRC Construction with SHARDS", FAST '15.
-This module is its fixed-size variant, weighted by bytes:
+This module implements SHARDS with a sample of fixed size, weighted by bytes:
 
-* A page is in the sample if its key, which is an XXH3-128, is below a border. When the sample exceeds
-  ``sample_pages``, the border falls. With a share R of all keys below it, distances are divided by R, and
-  each sampled use stands for 1/R uses.
-* The scaled number of sampled uses differs from the number of all uses. The difference is added to the uses
-  at the shortest distance (the paper's SHARDS-adj), because it comes mostly from a few hot pages.
+* A page is in the sample if its key, an XXH3-128, is below a threshold. When the sample exceeds
+  ``sample_pages``, the threshold falls. If a share R of all keys is below the threshold, distances are
+  divided by R, and each sampled use stands for 1/R uses.
+* The number of sampled uses, divided by R, differs from the number of all uses. The difference is added to
+  the uses at the shortest distance (SHARDS-adj in the paper), because a few hot pages cause most of it.
 
-**Prefixes.** A hit needs the whole prefix. The pages of a prompt count as used from the last to the first, as
-they leave a tier. So distances never fall along a prompt, and if one page is a hit, all pages before it are.
+**Prefixes.** A hit needs the whole prefix. The pages of a prompt count as used from the last to the first,
+which is the order of their eviction. So distances never fall along a prompt, and if one page is a hit, all
+pages before it are hits.
 
-**Lookups request, saves store.** A lookup measures its pages and marks the known ones as used. A page becomes
-known by a save of it or of a page behind it, or by a lookup that finds it in the store. A save that finds no
-room also counts: with more room it would have been stored.
+**Lookups and saves.** A lookup measures the distances of its pages, and marks the known pages as used. A page
+is known after a save of it or of a page behind it, and after a lookup that finds it in the store. A save that
+finds no room also counts, because a store with more room would have stored its pages.
 
 **Cost.** :meth:`ReuseCurve.looked_up` and :meth:`ReuseCurve.saved` append to a queue, which takes 1 µs. A
-separate thread processes the queue: 30 to 80 µs a prompt, 400 µs for one of 100K tokens while R is 1, and at
-most 1/20 of one core's time. Lookups and saves that come faster are left out and counted. The estimate is
-then too low for large capacities, because related uses are separated. ``python benchmarks/curve.py`` measures
-all of this.
+separate thread processes the queue: 30 to 80 µs a prompt, 400 µs for a prompt of 100K tokens while R is 1,
+and at most 1/20 of one core's time. Lookups and saves that find the queue full are left out and counted. The
+estimate is then too low for large capacities, because related uses are separated. ``python
+benchmarks/curve.py`` measures all of this.
 
-The estimate is forgotten when the store is closed. Traffic that is half a day old has a weight of 1/4. The
-border never rises again: a page that entered the sample late would count as never seen.
+The estimate is lost when the store is closed. Traffic that is half a day old has a weight of 1/4. The
+threshold never rises again, because a page that entered the sample late would count as never used before.
 """
 
 from __future__ import annotations
@@ -47,21 +48,21 @@ from tierstore.keys import PageKey
 from tierstore.units import GIB
 
 SAMPLE_PAGES: Final = 8192
-HORIZON: Final = 32  # times the largest tier: how far a store's curve looks back
-QUEUED: Final = 64  # prompts, whose keys the queue keeps in memory
-BATCH: Final = 16  # prompts for which it is worth waking the thread
-DUTY: Final = 1 / 20  # of one core, for the thread
+HORIZON: Final = 32  # a store's curve looks back over this many times the bytes of its largest tier
+QUEUED: Final = 64  # most prompts in the queue, which keeps their keys in memory
+BATCH: Final = 16  # number of queued prompts that wakes the thread
+DUTY: Final = 1 / 20  # largest share of one core's time that the thread uses
 _HALF_LIFE_S: Final = 6 * 3600.0
-_ALL_KEYS: Final = 1 << 64  # above every key, as the number in its first 8 bytes
+_ALL_KEYS: Final = 1 << 64  # number of different values of a key's first 8 bytes
 _BINS_PER_OCTAVE: Final = 16
 _OCTAVES: Final = 56  # up to 64 PiB
-_SMALLER, _LARGER = 6, 5  # octaves below and above the largest tier for which stats have points
-_ADDED: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # as shares of a tier's capacity
+_SMALLER, _LARGER = 6, 5  # the curve's points are up to this many octaves below and above the largest tier
+_ADDED: Final = (1 / 8, 1 / 4, 1 / 2, 1, 2, 4)  # shares of a tier's capacity that are added to it
 
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """The estimated hit rate of an LRU cache of ``capacity_bytes``: tokens found over tokens requested."""
+    """The estimated hit rate (tokens found over tokens requested) of an LRU cache of ``capacity_bytes``."""
 
     capacity_bytes: int
     hit_rate: float
@@ -78,10 +79,9 @@ class AddedRoom:
 
 @dataclass(frozen=True, slots=True)
 class TierWorth:
-    """The worth of a tier's capacity: the hit rate of all tiers down to this one, as they are and with more
-    room in this one."""
+    """The hit rate of a tier together with all faster tiers, at its present capacity and with more."""
 
-    # capacity of the largest of these tiers, because a colder tier also holds the pages of the faster ones
+    # The largest capacity among these tiers, because a colder tier also holds the pages of faster tiers.
     capacity_bytes: int
     hit_rate: float
     more: tuple[AddedRoom, ...]
@@ -89,21 +89,21 @@ class TierWorth:
 
 @dataclass(frozen=True, slots=True)
 class CurveStats:
-    """The estimate. All rates are 0 until something was requested."""
+    """The estimate of a :class:`ReuseCurve`. All rates are 0 before the first lookup."""
 
-    asked_tokens: int = 0  # the tokens it is based on; old ones count less
+    asked_tokens: int = 0  # requested tokens that the estimate is based on; old tokens count less
     sampled: int = 0  # pages in the sample
     rate: float = 1.0  # share of all pages that are in the sample
-    left_out: int = 0  # lookups and saves that came faster than the thread processes them
+    left_out: int = 0  # lookups and saves that found the queue full
     measured_hit_rate: float = 0.0  # hit rate of the store itself since it was opened
-    ceiling: float = 0.0  # hit rate of a cache as large as the curve looks back
-    horizon_bytes: int = 0  # how far the curve looks back; 0: without limit
+    ceiling: float = 0.0  # hit rate of a cache of ``horizon_bytes``
+    horizon_bytes: int = 0  # largest reuse distance that counts as reuse; 0: no limit
     points: tuple[CurvePoint, ...] = ()
     tiers: Mapping[str, TierWorth] = field(default_factory=dict)
 
 
 class _Use(NamedTuple):
-    """A prompt that was requested or saved. More keys may be appended meanwhile."""
+    """A prompt that was requested or saved. The prompt's owner may append keys meanwhile."""
 
     keys: Sequence[PageKey]
     tokens: int
@@ -116,8 +116,8 @@ class _Use(NamedTuple):
 class ReuseCurve:
     """The curve of one store. Thread-safe.
 
-    ``horizon_bytes`` is how far it looks back: a page that was not used while this many bytes of other pages
-    were counts as new. While all pages are in the sample, the estimate is exact except for bins of 4 %::
+    A page that was not used while ``horizon_bytes`` of other pages were used counts as new. While all pages
+    are in the sample, the estimate is exact except for the bins of distances, which are 4 % wide::
 
         curve = ReuseCurve()
         curve.looked_up(prompt.keys, len(prompt), 0, prompt.chunk_tokens, spec.page_bytes)
@@ -133,19 +133,19 @@ class ReuseCurve:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.left_out = 0
-        """Lookups and saves that found the queue full. Approximate, because threads may count at the same
-        moment."""
+        """Lookups and saves that found the queue full. Approximate, because several threads may count at the
+        same moment."""
         self.worked_s = 0.0
-        """Processor time of the thread so far."""
+        """Processor time in seconds that the thread has used."""
         self._queue: deque[_Use] = deque()
         self._horizon_bytes = horizon_bytes
         self._clock = clock
         self._lock = threading.Lock()  # guards everything below
         self._sample = _Sample(sample_pages, horizon_bytes)
         self._asked_tokens = 0.0
-        self._whole_tokens = 0.0  # those in whole pages
-        self._sampled_tokens = 0.0  # tokens in whole pages, estimated from all uses of sampled pages
-        self._again = np.zeros(_BINS_PER_OCTAVE * _OCTAVES)  # tokens by reuse distance
+        self._whole_tokens = 0.0  # requested tokens in whole pages
+        self._sampled_tokens = 0.0  # the same number, estimated from the uses of sampled pages
+        self._again = np.zeros(_BINS_PER_OCTAVE * _OCTAVES)  # reused tokens by reuse distance
         self._weighed_s = clock()
         self._enough = threading.Event()
         self._stopped = threading.Event()
@@ -156,12 +156,13 @@ class ReuseCurve:
     def looked_up(
         self, keys: Sequence[PageKey], tokens: int, held_tokens: int, page_tokens: int, page_bytes: int
     ) -> None:
-        """Record that ``tokens`` tokens of a prompt were requested and the first ``held_tokens`` were found.
-        ``keys`` has a key for each whole page. More keys may be appended, but none may change."""
+        """Record that ``tokens`` tokens of a prompt were requested, and that the first ``held_tokens`` were
+        found. ``keys`` has a key for each whole page. The caller may append keys later, but must not change
+        any."""
         self._add(_Use(keys, tokens, held_tokens, page_tokens, page_bytes, False))
 
     def saved(self, keys: Sequence[PageKey], tokens: int, page_tokens: int, page_bytes: int) -> None:
-        """Record that the first ``tokens`` tokens of a prompt are being saved, or are stored already."""
+        """Record a save of the first ``tokens`` tokens of a prompt, also if they are stored already."""
         self._add(_Use(keys, tokens, tokens, page_tokens, page_bytes, True))
 
     def _add(self, use: _Use) -> None:
@@ -177,13 +178,13 @@ class ReuseCurve:
     # -- the thread ----------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the thread that processes the queue. Without it, the methods that read the curve process the
-        queue."""
+        """Start the thread that processes the queue. Without the thread, methods that read the curve process
+        it."""
         self._thread = threading.Thread(target=self._run, name="tierstore-curve", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after its present prompts, and wait for it."""
+        """Stop the thread after the prompts that it is processing now, and wait until it has ended."""
         self._stopped.set()
         self._enough.set()
         if self._thread is not None:
@@ -204,7 +205,7 @@ class ReuseCurve:
                 self._enough.set()
 
     def work(self, prompts: int = BATCH) -> None:
-        """Process the oldest prompts of the queue."""
+        """Process the oldest ``prompts`` prompts of the queue."""
         with self._lock:
             self._work(prompts)
 
@@ -246,7 +247,7 @@ class ReuseCurve:
     # -- results (from any thread) -------------------------------------------------------------------
 
     def hit_rates(self, capacities: Sequence[float]) -> list[float]:
-        """Return the hit rates that LRU caches of these sizes in bytes would have had."""
+        """Return the hit rates that LRU caches of these capacities in bytes would have had."""
         with self._lock:
             self._work(QUEUED)
             return [self._hit_rate(capacity) for capacity in capacities]
@@ -261,7 +262,7 @@ class ReuseCurve:
         return min(max(hits / self._asked_tokens, 0.0), 1.0)
 
     def stats(self, tiers: Mapping[str, int], measured_hit_rate: float) -> CurveStats:
-        """Return a snapshot, for a store whose ``tiers`` have these capacities in bytes, fastest first."""
+        """Return a snapshot. ``tiers`` are the capacities of the store's tiers in bytes, fastest first."""
         with self._lock:
             self._work(QUEUED)
             return CurveStats(
@@ -301,7 +302,7 @@ class ReuseCurve:
         return found
 
     def check(self) -> None:
-        """Assert that redundant bookkeeping agrees."""
+        """Assert that the sample's redundant bookkeeping agrees."""
         with self._lock:
             self._sample.check()
 
@@ -310,14 +311,14 @@ class _Sample:
     """The sampled pages in order of last use, oldest first, and the distances between uses.
 
     Each page has a slot in an array of sizes, and moves to the next free slot when it is used. So the bytes
-    used since a page's last use are the sum of the slots behind its own. When the array is full, it is
-    packed.
+    used since a page's last use are the sum of the slots behind the page's own. A full array is packed: gaps
+    between slots are closed.
     """
 
     def __init__(self, limit: int, horizon_bytes: float) -> None:
         self.rate = 1.0
-        """The share of all keys that are below the border."""
-        self._border = b"\xff" * 17  # above all keys
+        """The share of all keys that are below the threshold."""
+        self._threshold = b"\xff" * 17  # above all keys
         self._limit = limit
         self._horizon_bytes = horizon_bytes
         self._slots: dict[PageKey, int] = {}  # ascending
@@ -328,11 +329,12 @@ class _Sample:
         return len(self._slots)
 
     def use(self, keys: Sequence[PageKey], held: int, page_bytes: int) -> tuple[npt.NDArray[np.float64], int]:
-        """Use the pages of a prompt. The store has the first ``held`` of them. Return the distances in bytes
-        of the known ones (including a page's own size), and how many are sampled in all."""
-        border = self._border
-        stored = [key for key in keys[:held] if key < border]
-        others = [key for key in keys[held:] if key < border]
+        """Record a use of a prompt's pages. The store has the first ``held`` pages. Return the distances in
+        bytes of the known pages (each includes the page's own size), and the number of sampled pages in the
+        prompt."""
+        threshold = self._threshold
+        stored = [key for key in keys[:held] if key < threshold]
+        others = [key for key in keys[held:] if key < threshold]
         used = stored + [key for key in others if key in self._slots]
         if self._next + len(used) > len(self._sizes):
             self._pack(len(used))
@@ -349,7 +351,7 @@ class _Sample:
         return distances[distances <= self._horizon_bytes], len(stored) + len(others)
 
     def _behind(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-        """Return for each of ``slots`` the number of bytes in the slots behind it."""
+        """Return for each of ``slots`` the sum of the sizes in all later slots."""
         if not len(slots):
             return np.zeros(0)
         first = int(slots.min())
@@ -358,7 +360,8 @@ class _Sample:
         return behind
 
     def _pack(self, room: int) -> None:
-        """Close the gaps between slots, make ``room`` free ones, and forget pages beyond the horizon."""
+        """Close the gaps between slots, make ``room`` free slots at the end, and forget pages beyond the
+        horizon."""
         sizes = self._sizes[list(self._slots.values())]
         behind = sizes.sum() - np.cumsum(sizes)
         gone = int(np.count_nonzero(behind >= self._horizon_bytes * self.rate))
@@ -369,14 +372,15 @@ class _Sample:
         self._slots = dict(zip(itertools.islice(self._slots, gone, None), itertools.count(), strict=False))
 
     def _shrink(self) -> None:
-        """Lower the border until at most 7/8 of the limit are left, unless the horizon was enough."""
+        """Forget pages beyond the horizon. If more pages than the limit remain, lower the threshold until at
+        most 7/8 of the limit remain."""
         self._pack(0)
         if len(self._slots) <= self._limit:
             return
-        self._border = sorted(self._slots)[self._limit * 7 // 8][:8]
-        self.rate = int.from_bytes(self._border, "big") / _ALL_KEYS
-        self._sizes[[slot for key, slot in self._slots.items() if key >= self._border]] = 0.0
-        self._slots = {key: slot for key, slot in self._slots.items() if key < self._border}
+        self._threshold = sorted(self._slots)[self._limit * 7 // 8][:8]
+        self.rate = int.from_bytes(self._threshold, "big") / _ALL_KEYS
+        self._sizes[[slot for key, slot in self._slots.items() if key >= self._threshold]] = 0.0
+        self._slots = {key: slot for key, slot in self._slots.items() if key < self._threshold}
 
     def check(self) -> None:
         """Assert that slots and sizes agree."""
@@ -384,4 +388,4 @@ class _Sample:
         assert slots == sorted(set(slots)), "slots do not ascend"
         assert np.flatnonzero(self._sizes).tolist() == slots, "sizes are not those of the slots"
         assert len(slots) <= self._limit, "the sample is too large"
-        assert all(key < self._border for key in self._slots), "a page above the border"
+        assert all(key < self._threshold for key in self._slots), "a page above the threshold"

@@ -1,4 +1,4 @@
-"""Default values of settings that several modules share. Imports nothing heavy."""
+"""Default values of settings that several modules use. This module imports nothing slow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from tierstore.units import GIB
 DEFAULT_HOST_BYTES = 1 * GIB
 DEFAULT_DISK_BYTES = 10 * GIB
 CONNECT_S = 5.0
-"""How long :func:`tierstore.connect` waits for a daemon that is busy or starting."""
+"""Seconds for which :func:`tierstore.connect` waits for a daemon that is busy or starting."""
 MOVER_THREADS = 4
-"""Threads of an embedded store, or a daemon, that copy pages."""
+"""Number of threads that copy pages, in an embedded store or a daemon."""
 STALL_S = 10.0
 """A disk that has not answered a call for this many seconds counts as stalled."""

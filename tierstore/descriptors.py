@@ -1,8 +1,8 @@
-"""File descriptors: the limit of this process, and whether there is room for more.
+"""File descriptors: the limit of this process, and whether it can open more.
 
 A process without a free descriptor cannot accept, open or connect, and libzmq aborts it. So the programs of
-this project raise their soft limit at the start, listeners keep a reserve free for files, and clients check
-for room before they create ZMQ sockets.
+this project raise their soft limit when they start, listeners reserve some descriptors for files, and clients
+check that descriptors are free before they create ZMQ sockets.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ import resource
 
 from tierstore.errors import StoreUnavailableError
 
-_MOST = 1 << 20  # used if the hard limit is higher, or there is none
-_RESERVE = 64
-_RESERVE_SHARE = 8  # 1/n of a low limit
+_MOST = 1 << 20  # used in place of a higher hard limit, or of none
+_RESERVE = 64  # descriptors that listeners keep free for files …
+_RESERVE_SHARE = 8  # … but at most 1/8 of the limit
 
 
 def limit() -> int:
@@ -25,7 +25,7 @@ def limit() -> int:
 
 
 def raise_limit() -> int:
-    """Raise the soft limit to the hard one. Return the new limit."""
+    """Raise the soft limit to the hard limit. Return the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft != resource.RLIM_INFINITY and soft < most:
@@ -36,13 +36,13 @@ def raise_limit() -> int:
 
 def in_reserve(fd: int) -> bool:
     """Return whether a newly opened descriptor is in the reserve. The kernel returns the lowest free number,
-    so all lower ones are in use."""
+    so all lower numbers are in use."""
     most = limit()
     return fd >= most - min(_RESERVE, most // _RESERVE_SHARE)
 
 
 def have_room(count: int) -> bool:
-    """Return whether ``count`` descriptors are free now, by opening them."""
+    """Return whether ``count`` descriptors are free now. The check opens that many."""
     opened: list[int] = []
     try:
         for _ in range(count):

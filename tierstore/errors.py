@@ -1,7 +1,7 @@
-"""The exceptions of tierstore. Every message says what was wrong and what to do about it.
+"""The exceptions of tierstore. Every message says what was wrong and how to correct it.
 
-A cache that is full, slow or dead is a *miss*, never an exception. These exceptions are for mistakes that a
-person has to correct (bad arguments, a directory that cannot be used). They are raised when a store, pool or
+A cache that is full, slow or dead is a *miss*, never an exception. Exceptions are for mistakes that a person
+has to correct (bad arguments, a directory that cannot be used), and most are raised when a store, pool or
 connection is opened.
 """
 
@@ -13,7 +13,7 @@ class TierStoreError(Exception):
 
 
 class UsageError(TierStoreError):
-    """Invalid arguments, such as a text that is no size, or a capacity below one page."""
+    """Invalid arguments, such as a text that is not a size, or a capacity below one page."""
 
 
 class SpecError(UsageError):

@@ -1,8 +1,7 @@
-"""Why tokens of a prompt are not served from the store: reasons, their details, and their sums.
+"""Explain why tokens of a prompt are not served from the store.
 
-The tokens of a prompt are divided into the hit and spans of missed tokens, each with one reason. The spans
-lie one behind the other and end with the prompt, so their sum and the hit are exactly the prompt
-(:meth:`Explanation.check`).
+A prompt consists of the hit and, behind it, spans of missed tokens, each with one reason. The tokens of the
+hit and of all spans add up to the prompt (:meth:`Explanation.check`).
 
 >>> missed = Miss(MissReason.EVICTED, first=64, tokens=36, tier="host", age_s=90.0)
 >>> explanation = Explanation(prompt_tokens=100, hit_tokens=64, misses=(missed,))
@@ -25,66 +24,68 @@ from tierstore.units import format_duration, format_size
 
 
 class MissReason(str, Enum):
-    """Why a span of tokens was not served."""
+    """The reason why the store did not serve a span of tokens."""
 
     NEVER_SAVED = "never_saved"
-    """No page of these tokens is known."""
+    """The store knows no page of these tokens."""
     DIVERGED = "diverged"
-    """A held prompt begins in the same way and continues differently."""
+    """The store holds a prompt that begins in the same way and continues differently."""
     EVICTED = "evicted"
-    """The pages were held and have been evicted to make room."""
+    """The pages were stored, and were evicted to make room."""
     EXPIRED = "expired"
-    """The time to live of the pages was over."""
+    """The pages' time to live is over."""
     SUPERSEDED = "superseded"
-    """A later save point of the same conversation has replaced them."""
+    """A later save point of the same conversation has replaced the pages."""
     LET_GO = "let_go"
-    """Their session has ended, or the engine said that they are finished."""
+    """The pages' session has ended, or the engine said that it needs the pages no longer."""
     OTHER_IDENTITY = "other_identity"
-    """They are held under another identity, such as another revision of the weights."""
+    """The pages are stored under another identity, such as another revision of the weights."""
     TAIL = "tail"
-    """Less than a chunk, or the token that an engine has to compute in any case."""
+    """The span has less than a chunk, or is the token that an engine must compute in any case."""
     DECLINED = "declined"
-    """Computing them is faster than loading them, at the measured speeds."""
+    """Computing the tokens is faster than loading them, at the measured speeds."""
     LATE = "late"
-    """They were found, or are being saved, and were not available in time."""
+    """The pages were found, or are being saved, and did not become available in time."""
     DAMAGED = "damaged"
-    """A checksum did not match, so they are not served."""
+    """A page does not match its checksum, so it is not served."""
     GROUP = "group"
     """One layer group lacks the pages that a longer hit needs."""
     OTHER_HOST = "other_host"
-    """Another host has them, and they were not fetched."""
+    """Another host has the pages, and they were not fetched."""
     NOT_WRITTEN = "not_written"
-    """They were computed and not kept: no room, no budget, a full queue, or a disk that cannot be written."""
+    """The tokens were computed and their pages not stored: no room, no budget, a full queue, or a disk that
+    refuses writes."""
 
     @property
     def label(self) -> str:
-        """The reason's name for people."""
+        """The name of the reason, for people."""
         return self.value.replace("_", " ")
 
 
 CONTEXT_TOKENS = 1024
-"""The most tokens of a held prompt that an explanation shows behind the point where prompts diverge."""
+"""The most tokens of a held prompt that an explanation shows behind the token at which prompts diverge."""
 
-# Limits of the fields in a daemon's answers.
+# Limits of fields in a daemon's answers:
 _MOST_FIELDS = 64
 _MOST_NAME = 1 << 16
 _Text: TypeAlias = Annotated[str, Meta(max_length=4096)]
 MOST_EDITED = 256
-"""The most tokens of either prompt that :meth:`Miss.rejoins` passes over."""
+""":meth:`Miss.rejoins` skips at most this many tokens of either prompt."""
 LEAST_AGREEING = 16
-"""The fewest equal tokens after which :meth:`Miss.rejoins` says that two prompts agree again."""
+""":meth:`Miss.rejoins` needs this many equal tokens to say that two prompts agree again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rejoin:
-    """Two prompts that diverge and agree again: after ``prompt_tokens`` tokens of one and ``held_tokens`` of
-    the other, the next ``agreeing_tokens`` are equal."""
+    """Two prompts that diverge and agree again: behind ``prompt_tokens`` tokens of one prompt and
+    ``held_tokens`` of the other, the next ``agreeing_tokens`` tokens are equal."""
 
     prompt_tokens: int
     held_tokens: int
     agreeing_tokens: int
     more: bool
-    """Whether the held prompt may agree even longer: only its first ``CONTEXT_TOKENS`` are compared."""
+    """Whether the prompts may agree for longer: only ``CONTEXT_TOKENS`` tokens of the held prompt are
+    compared."""
 
     def __str__(self) -> str:
         new, old = self.prompt_tokens, self.held_tokens
@@ -106,39 +107,40 @@ def _counted(tokens: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A span of missed tokens: ``tokens`` of them, from token ``first`` of the prompt on.
+    """A span of ``tokens`` missed tokens that begins at token ``first`` of the prompt.
 
-    The other fields are details. They are empty, or None, where the reason has no such detail.
+    The other fields are details. A field is empty or None if the reason has no such detail.
     """
 
     reason: MissReason
     first: int
     tokens: int
     tier: _Text = ""
-    """The tier that the pages left last, or that they are in."""
+    """The tier that the pages left last, or the tier that holds them."""
     age_s: float | None = None
-    """Seconds since the pages left."""
+    """Seconds since the pages left the tier."""
     policy: _Text = ""
-    """The policy that evicted them; ``request`` if a person or a program did."""
+    """The policy that evicted the pages; ``request`` if a person or a program evicted them."""
     more_bytes: int | None = None
-    """Evicted pages would still be there if the tier were larger by about this."""
+    """With about this much more capacity, the tier would still hold the evicted pages."""
     fields: Annotated[tuple[_Text, ...], Meta(max_length=_MOST_FIELDS)] = ()
-    """The fields in which the other identity differs. A tenant is never among them."""
+    """The fields in which the other identity differs. The field ``tenant`` is never reported."""
     group: int | None = None
     """The number of the layer group that lacks pages."""
     cause: MissReason | None = None
-    """Why the layer group lacks them."""
+    """Why the layer group lacks the pages."""
     why: _Text = ""
-    """For pages that were not written, are late or were declined: the reason in words. For a layer group
-    without a number: its name."""
+    """For pages that are not written, late or declined: the reason in words. For a layer group without a
+    number: its name."""
     at: int | None = None
-    """The token at which the prompt diverges from the nearest held one; None if only its chunk is known."""
+    """The token at which the prompt diverges from the nearest held prompt; None if only the chunk is known.
+    """
     held_tokens: Annotated[tuple[int, ...], Meta(max_length=CONTEXT_TOKENS)] = ()
-    """The first tokens with which the nearest held prompt continues there."""
+    """The next tokens of the nearest held prompt, from token ``at`` on."""
 
     @property
     def end(self) -> int:
-        """The token behind the span."""
+        """The first token behind the span."""
         return self.first + self.tokens
 
     def __str__(self) -> str:
@@ -168,8 +170,8 @@ class Miss:
 
     def rejoins(self, prompt: Sequence[int]) -> Rejoin | None:
         """Return the smallest edit after which ``prompt`` agrees with the held prompt that it diverges from.
-        The size of an edit is the longer of the two numbers of tokens that it passes over. Return None if
-        the prompts do not agree again within ``MOST_EDITED`` tokens, or if the held one is not known.
+        An edit skips tokens of both prompts, and its size is the larger of the two numbers. Return None if
+        the prompts do not agree again within ``MOST_EDITED`` tokens, or if the held prompt is unknown.
 
         >>> miss = Miss(MissReason.DIVERGED, first=0, tokens=40, at=3, held_tokens=(7, *range(20, 50)))
         >>> print(miss.rejoins([0, 1, 2, 8, 9, *range(20, 55)]))
@@ -178,7 +180,7 @@ class Miss:
         if self.at is None:
             return None
         held, own = self.held_tokens, tuple(prompt[self.at : self.at + MOST_EDITED + CONTEXT_TOKENS])
-        starts: dict[tuple[int, ...], int] = {}  # the first place of each run of tokens in the held prompt
+        starts: dict[tuple[int, ...], int] = {}  # where each run of tokens first occurs in the held prompt
         for place in range(min(MOST_EDITED, len(held) - LEAST_AGREEING) + 1):
             starts.setdefault(held[place : place + LEAST_AGREEING], place)
         edits = [
@@ -218,7 +220,8 @@ _LEFT = (MissReason.EVICTED, MissReason.EXPIRED, MissReason.SUPERSEDED, MissReas
 
 
 def behind(misses: Iterable[Miss], first: int) -> list[Miss]:
-    """Return the parts of misses from token ``first`` on. Each begins where the one before it ends.
+    """Return the parts of ``misses`` from token ``first`` on. Each returned miss begins at the end of the one
+    before it.
 
     >>> [(miss.first, miss.tokens) for miss in behind([Miss(MissReason.EVICTED, 0, 9)], 4)]
     [(4, 5)]
@@ -233,8 +236,8 @@ def behind(misses: Iterable[Miss], first: int) -> list[Miss]:
 
 @dataclass(frozen=True, slots=True)
 class MissedRequest:
-    """A request that a store remembers because tokens were missed: without the tokens of any prompt. ``at_s``
-    is in seconds since 1970. ``model`` is the name that the engine gave, the model of the identity, or the
+    """A record of a request with missed tokens. It does not contain the prompt's tokens. ``at_s`` is in
+    seconds since 1970. ``model`` is the name that the engine gave, else the model of the identity or the
     beginning of the identity's digest."""
 
     at_s: int
@@ -243,12 +246,13 @@ class MissedRequest:
     prompt_tokens: int
     hit_tokens: int
     by_reason: Annotated[dict[MissReason, int], Meta(max_length=len(MissReason))]
-    """The number of missed tokens by reason, the largest first."""
+    """The number of missed tokens by reason, in falling order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why ``prompt_tokens - hit_tokens`` tokens of a prompt are missed. ``misses`` are in prompt order."""
+    """The reasons why ``prompt_tokens - hit_tokens`` tokens of a prompt are missed. ``misses`` are in prompt
+    order."""
 
     prompt_tokens: int
     hit_tokens: int
@@ -258,14 +262,15 @@ class Explanation:
 
     @property
     def by_reason(self) -> dict[MissReason, int]:
-        """The number of missed tokens by reason, the largest first."""
+        """The number of missed tokens by reason, in falling order."""
         counts: Counter[MissReason] = Counter()
         for miss in self.misses:
             counts[miss.reason] += miss.tokens
         return dict(counts.most_common())
 
     def check(self) -> Explanation:
-        """Return itself. Raise :class:`AssertionError` if hit and misses are not exactly the prompt."""
+        """Return this explanation. Raise :class:`AssertionError` unless the hit and the misses add up to the
+        prompt."""
         at = self.hit_tokens
         for miss in self.misses:
             assert miss.tokens > 0, f"{miss} has no tokens"

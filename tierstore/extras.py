@@ -1,10 +1,8 @@
-"""The pip command that installs optional packages, for messages."""
-
 from __future__ import annotations
 
 
 def install(extra: str) -> str:
-    """Return the pip command that installs ``extra``, from an index and in a checkout.
+    """Return the pip command that installs the optional packages of ``extra``, for messages.
 
     >>> install("fetch")
     "pip install 'tierstore[fetch]' (in a checkout: pip install -e '.[fetch]')"

@@ -1,17 +1,18 @@
-"""The beginning of a GGUF file: its metadata, read from front to back."""
+"""Read the header of a GGUF file: its metadata and the descriptions of its tensors."""
 
 from __future__ import annotations
 
 import mmap
 import struct
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tierstore.errors import UsageError
 
 _VERSIONS = (2, 3)
-_KINDS = "BbHhIif?saQqd"  # types of metadata, by struct's codes, except s (a string) and a (an array)
+_KINDS = "BbHhIif?saQqd"  # types of metadata values: codes of struct, or s for a string, a for an array
 CONFIG_FIELDS = {
     "block_count": "num_hidden_layers",
     "context_length": "max_position_embeddings",
@@ -24,15 +25,17 @@ CONFIG_FIELDS = {
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
 }
-"""The fields of a ``config.json`` by the keys of a model's metadata, without the architecture before them."""
+"""Keys of a model's metadata, without the architecture at their beginning, and the ``config.json`` fields
+with the same meaning."""
 
 
 class GGUFHeader:
-    """The part of a file before the bytes of its ``tensors``. ``errors`` is what happens to texts that are
+    """The part of a GGUF file before the bytes of its ``tensors``. ``errors`` says how to treat text that is
     not UTF-8, as in :meth:`bytes.decode`. ``lists`` reads lists of metadata, such as the vocabulary.
 
-    Raises :class:`ValueError` for what is not GGUF's, and :class:`struct.error` at the end of the file. Call
-    :meth:`fields` once, before the descriptions of the tensors are read with :meth:`number` and :meth:`text`.
+    Raises :class:`ValueError` for bytes that are not GGUF, and :class:`struct.error` at the end of the file.
+    Call :meth:`fields` once, before reading the descriptions of the tensors with :meth:`number` and
+    :meth:`text`.
     """
 
     def __init__(self, data: mmap.mmap, *, errors: str = "strict", lists: bool = False) -> None:
@@ -48,12 +51,12 @@ class GGUFHeader:
         self.tensors, self._fields = self.number("Q"), self.number("Q")
 
     def fields(self) -> Iterator[tuple[str, Any]]:
-        """Yield the names and values of the metadata. Lists are None unless they are read."""
+        """Yield the names and values of the metadata. A list is None unless ``lists`` is true."""
         for _ in range(self._fields):
             yield self.text(), self._value()
 
     def number(self, kind: str) -> Any:
-        """Return the next number of this kind, as struct names it."""
+        """Return the next number, whose type is this code of struct."""
         [value] = struct.unpack_from(f"<{kind}", self._data, self.at)
         self.at += struct.calcsize(f"<{kind}")
         return value
@@ -97,8 +100,9 @@ class GGUFHeader:
 
 
 def config_fields(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the fields of a ``config.json`` that a file's metadata has. Keys and values are float32, as
-    llama.cpp computes on a CPU. Raises :class:`ValueError` for other architectures than Llama and Gemma 3.
+    """Return the fields of a ``config.json`` from the metadata of a GGUF file. ``dtype`` is float32, in which
+    llama.cpp computes keys and values on a CPU. Raises :class:`ValueError` for an architecture other than
+    Llama and Gemma 3.
 
     >>> config_fields({"general.architecture": "llama", "llama.block_count": 30})["num_hidden_layers"]
     30
@@ -121,21 +125,22 @@ def config_fields(metadata: Mapping[str, Any]) -> Mapping[str, Any]:
 def read_config(model: Path) -> Mapping[str, Any]:
     """Return :func:`config_fields` of a file. Raises :class:`UsageError` for a file that is damaged, not GGUF
     or of another architecture."""
-    try:
-        with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return config_fields(dict(GGUFHeader(data, errors="replace").fields()))
-    except (OSError, OverflowError, ValueError, struct.error) as error:
-        raise UsageError(f"{model} cannot be read as GGUF: {error}") from error
+    with _metadata(model) as fields:
+        return config_fields(dict(fields))
 
 
 def window_of(model: Path) -> int:
-    """Return the length of a model's sliding window in tokens, 0 if the file names none. Raises
+    """Return the length of a model's sliding window in tokens, 0 if its file does not name one. Raises
     :class:`UsageError` for a file that is not GGUF."""
+    with _metadata(model) as fields:
+        windows = (value for name, value in fields if name.endswith(".attention.sliding_window"))
+        return next((value for value in windows if type(value) is int), 0)
+
+
+@contextmanager
+def _metadata(model: Path) -> Iterator[Iterator[tuple[str, Any]]]:
     try:
         with model.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            for name, value in GGUFHeader(data, errors="replace").fields():
-                if name.endswith(".attention.sliding_window") and type(value) is int:
-                    return value
+            yield GGUFHeader(data, errors="replace").fields()
     except (OSError, OverflowError, ValueError, struct.error) as error:
         raise UsageError(f"{model} cannot be read as GGUF: {error}") from error
-    return 0

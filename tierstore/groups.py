@@ -1,28 +1,26 @@
-"""The longest hit in a model whose layers remember the past in different ways. Pure.
+"""Find the longest hit in a model whose layers need different parts of the past. Pure.
 
-A *layer group* has the layers that remember in the same way. A hit of length L means that the engine may
-continue with token L (the first token is token 0) as if it had computed all tokens before it. Each group
-needs different tokens for this:
+A *layer group* has the layers that need the same earlier tokens. After a hit of length L, the engine may
+continue with token L (the first token is token 0) as if it had computed all tokens before it. The group's
+rule defines which tokens a hit of length L needs:
 
 * ``Past.ALL`` (full attention and latents (MLA)) needs every token before L.
-* ``Past.WINDOW`` needs the ``tokens`` tokens before L. In a window of ``w``, each token attends ``w`` tokens
-  including itself, so a hit needs ``w - 1``.
+* ``Past.WINDOW`` needs the ``tokens`` tokens before L. With a window of ``w``, each token attends ``w``
+  tokens including itself, so a hit needs ``w - 1``.
 * ``Past.CHUNK`` needs the tokens before L in L's own attention chunk of ``tokens``; none if L begins a chunk.
 * ``Past.STATE`` needs the snapshot that was taken at exactly L, behind token L - 1.
+* ``Past.CROSS`` (cross attention) needs the pages of all inputs that begin before L. These pages hold rows of
+  an encoder instead of tokens. Ranges and ends of such a group count the rows of all inputs of the prompt,
+  each input rounded up to whole pages.
+* ``Past.INPUT`` is for embeddings. A page's "tokens" are rows of one input. A hit is the whole input, or 0.
 
-``Past.CROSS`` (cross attention) needs the pages of all inputs that begin before L. They hold rows of an
-encoder instead of tokens. Ranges and ends count the rows of all inputs of the prompt, in whole pages of each.
+The longest hit is the largest L that all groups support (:func:`longest_hit`). The store then loads exactly
+what L needs from each group (:meth:`GroupRule.needed`). Every group supports L = 0.
 
-``Past.INPUT`` is for embeddings. Their "tokens" are the rows of one input. A hit is the whole input, or
-nothing.
-
-A hit is the longest L that all groups support (:func:`longest_hit`). From each group, it loads exactly what L
-needs (:meth:`GroupRule.needed`). L = 0 is always supported.
-
-The held tokens of a group are given as ranges, ascending and disjoint, one for each page or for several
-consecutive pages (the leading tokens of a prompt are one range). For a group with states, the *stop* of each
-range is the place of a snapshot. If pages can be divided by tokens, a range may end inside a page, and so may
-a hit. If not, ``align`` is the chunk.
+The held tokens of a group are given as ascending and disjoint ranges, one range for each page or for several
+consecutive pages (the leading tokens of a prompt are one range). In a group with states, there is a snapshot
+at the *stop* of each range. If pages can be divided by tokens, a range may end inside a page, and so may a
+hit. If not, ``align`` is the chunk length.
 
 >>> gemma = [GroupRule.all(), GroupRule.window(1023)]
 >>> longest_hit([(gemma[0], [range(0, 4096)]), (gemma[1], [range(0, 64), range(2048, 3200)])], limit=4096)
@@ -50,13 +48,13 @@ from tierstore.errors import SpecError, UsageError
 from tierstore.spec import KVSpec, LayerGroup, LayerKind
 
 Held: TypeAlias = Sequence[range]
-"""Ranges of tokens of a group that are held: ascending, disjoint, none empty."""
+"""The ranges of tokens that are held in a group: ascending, disjoint, none empty."""
 
 Search: TypeAlias = "Generator[Mapping[int, Sequence[int]], Mapping[int, Sequence[int]], int]"
 """See :func:`search`."""
 
-_SCANNED = 64  # chunks requested at first, if the prompt does not continue at the end of an earlier one
-_LOOKS = 3  # attempts with the found pages, while some of them are evicted
+_SCANNED = 64  # chunks in the first request of a scan towards the front of the prompt
+_LOOKS = 3  # attempts to find all pages of a hit, if some of them are evicted meanwhile
 
 
 class Past(enum.Enum):
@@ -72,12 +70,13 @@ class Past(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class GroupRule:
-    """The rule for the tokens that hits need in one layer group; see the module."""
+    """A rule for the tokens that a hit needs in one layer group; the module describes all rules."""
 
     past: Past
     tokens: int = 0  # length of the window or of an attention chunk
     inputs: tuple[tuple[int, int], ...] = ()
-    """For cross attention: the inputs of one prompt, each with its first token and the end of its rows."""
+    """For cross attention: the inputs of one prompt. For each input, its first token and the row at which its
+    pages end."""
 
     def __post_init__(self) -> None:
         pairs = list(pairwise(((-1, 0), *self.inputs)))
@@ -101,8 +100,8 @@ class GroupRule:
 
     @classmethod
     def window(cls, tokens: int) -> GroupRule:
-        """Return the rule for a window. A hit needs its last ``tokens`` tokens: one less than the number that
-        each token attends, including itself."""
+        """Return the rule for a sliding window. A hit needs the last ``tokens`` tokens before it: one less
+        than the number of tokens that each token attends, including itself."""
         return cls(Past.WINDOW, tokens)
 
     @classmethod
@@ -117,8 +116,8 @@ class GroupRule:
 
     @classmethod
     def cross(cls, inputs: Iterable[tuple[int, int]] = (), chunk_tokens: int = 1) -> GroupRule:
-        """Return the rule for cross attention in a prompt with these inputs, each given by its first token
-        and the number of its rows. A page has ``chunk_tokens`` rows.
+        """Return the rule for cross attention in a prompt with these inputs. Each input is given as its first
+        token and the number of its rows. A page has ``chunk_tokens`` rows.
 
         >>> rule = GroupRule.cross([(5, 100), (40, 64)], chunk_tokens=64)
         >>> [rule.needed(tokens) for tokens in (5, 6, 50)]
@@ -144,7 +143,7 @@ class GroupRule:
 
     @classmethod
     def of(cls, group: LayerGroup) -> GroupRule:
-        """Return the rule of a spec's layer group. Opaque pages are all needed."""
+        """Return the rule of a layer group of a spec. A hit needs all opaque pages before it."""
         if group.kind is LayerKind.SLIDING_WINDOW:
             return cls.window(max((group.window or 1) - 1, 0))
         if group.kind is LayerKind.CHUNKED_ATTENTION:
@@ -159,13 +158,13 @@ class GroupRule:
 
     @property
     def chained(self) -> bool:
-        """Whether pages are found behind their parents, because a hit needs all of them. The pages of other
-        groups are found by name, because the pages before them may not be held."""
+        """Whether a page is found as the child of the page before it, because a hit needs all pages. The
+        pages of other groups are found by name, because the pages before them may be missing."""
         return self.past is Past.ALL
 
     def needed(self, length: int) -> range:
-        """Return the range of tokens before ``length`` whose pages a hit of that length needs. For a state,
-        this is the last token, whose page has the snapshot behind it."""
+        """Return the range of tokens before ``length`` whose pages a hit of ``length`` tokens needs. For a
+        state, this is the last token, because the snapshot behind it is on its page."""
         if self.past in (Past.ALL, Past.INPUT):
             return range(length)
         if self.past is Past.CROSS:
@@ -178,12 +177,13 @@ class GroupRule:
         return range(max(length - 1, 0), length)
 
     def pages(self, length: int, chunk_tokens: int) -> range:
-        """Return the pages of ``chunk_tokens`` tokens each that cover what a hit of ``length`` needs."""
+        """Return the pages of ``chunk_tokens`` tokens each that a hit of ``length`` tokens needs."""
         needed = self.needed(length)
         return range(needed.start // chunk_tokens, -(-needed.stop // chunk_tokens)) if needed else range(0)
 
     def ends(self, length: int, chunk_tokens: int) -> Sequence[int]:
-        """Return the ends of those pages. All are whole pages, except the last if the hit ends inside it."""
+        """Return the tokens at which the pages that a hit needs end. All pages are whole, except the last
+        page of a hit that ends inside a page."""
         needed, whole = self.needed(length), length - length % chunk_tokens
         if not needed:
             return range(0)
@@ -194,7 +194,7 @@ class GroupRule:
         return ends if whole == length else [*ends, length]
 
     def chunk_of(self, end: int, chunk_tokens: int) -> int:
-        """Return the first chunk of the prompt for which a hit needs the page that ends at ``end``.
+        """Return the first chunk of the prompt from which on a hit needs the page that ends at ``end``.
 
         >>> GroupRule.all().chunk_of(128, 64), GroupRule.cross([(5, 128)]).chunk_of(128, 64)
         (1, 0)
@@ -208,11 +208,11 @@ class GroupRule:
         return self.longest(held, length) == length
 
     def longest(self, held: Held, limit: int) -> int:
-        """Return the longest hit of at most ``limit`` that the held ranges support."""
+        """Return the length of the longest hit, at most ``limit``, that the held ranges support."""
         return self._longest(held if self.past is Past.STATE else _merged(held), limit)
 
     def _served(self, held: Held, limit: int) -> Iterator[int]:
-        """Yield the lengths from 1 to ``limit`` that the held ranges support; some of them twice."""
+        """Yield the hit lengths from 1 to ``limit`` that the held ranges support, some of them twice."""
         if self.past is Past.STATE:
             yield from (run.stop for run in held if run.stop <= limit)
             return
@@ -222,7 +222,7 @@ class GroupRule:
         if self.past is Past.CROSS:
             yield from range(1, self._longest(_merged(held), limit) + 1)
             return
-        # If the next token needs no earlier token, nothing has to be held.
+        # Lengths at which the next token needs no earlier token:
         if self.past is Past.CHUNK:
             yield from range(self.tokens, limit + 1, self.tokens)
         elif self.past is Past.WINDOW and not self.tokens:
@@ -234,11 +234,12 @@ class GroupRule:
             elif self.past is Past.WINDOW:
                 yield from range(run.start + self.tokens, stop + 1)
             elif self.past is Past.CHUNK:
-                # The lengths whose own chunk begins in the run.
+                # Lengths whose attention chunk begins in this run:
                 yield from range(run.start + -run.start % self.tokens + 1, stop + 1)
 
     def _longest(self, runs: Held, limit: int) -> int:
-        """Return :meth:`longest` for merged ``runs`` (not merged for states)."""
+        """Return the result of :meth:`longest` for ``runs``, whose adjacent ranges are merged (except for
+        states)."""
         if limit <= 0:
             return 0
         if self.past is Past.STATE:
@@ -253,7 +254,7 @@ class GroupRule:
         if self.past in (Past.ALL, Past.INPUT):
             reached = min(limit, runs[0].stop) if runs and runs[0].start == 0 else 0
             return reached if self.past is Past.ALL or reached == limit else 0
-        # The run that reaches furthest among those that are long enough at their end (or at the limit).
+        # Search from the last run for one that covers what a hit at its end (or at the limit) needs.
         best = limit - limit % self.tokens if self.past is Past.CHUNK else 0
         for run in reversed(runs[: bisect_right(runs, limit - 1, key=lambda run: run.start)]):
             end = min(limit, run.stop)
@@ -268,8 +269,8 @@ class GroupRule:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A layer group of a model, with the layout of one page as ``spec``. If pages are ``named``, a page has
-    its name, 32 bytes of SHA-256, in the place of its tokens."""
+    """A layer group of a model. ``spec`` is the layout of the group's pages. With ``named``, pages are found
+    by name, and a page stores its name (32 bytes of SHA-256) in the place of its tokens."""
 
     number: int
     rule: GroupRule
@@ -287,7 +288,7 @@ class Group:
 
 @lru_cache(maxsize=256)
 def groups_of(spec: KVSpec) -> tuple[Group, ...]:
-    """Return the layer groups of a model. Pages of a hashed layout are named by the caller, and form one
+    """Return the layer groups of a model. If an engine names all pages (a hashed layout), they form one
     group.
 
     >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
@@ -309,7 +310,7 @@ def groups_of(spec: KVSpec) -> tuple[Group, ...]:
 
 
 def by_kind(groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
-    """Return the groups with chained pages, and those with named pages."""
+    """Return the groups with chained pages, and the groups with named pages."""
     chained: list[Group] = []
     named: list[Group] = []
     for group in groups:
@@ -318,11 +319,12 @@ def by_kind(groups: Iterable[Group]) -> tuple[list[Group], list[Group]]:
 
 
 def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: int = 1) -> int:
-    """Return the longest hit of at most ``limit`` tokens that every group supports with its held ranges: a
-    multiple of ``align``.
+    """Return the length of the longest hit, at most ``limit`` tokens, that every group supports with its held
+    ranges. It is a multiple of ``align``.
 
-    Each group in turn lowers the length to one that it supports, until all agree. No longer hit is missed,
-    because a hit that all groups support is never longer than the longest of any single group.
+    Each group in turn lowers the length to one that it supports, until all groups agree. This finds the
+    longest hit, because a hit that all groups support is never longer than the longest hit of any single
+    group.
     """
     runs = [(rule, held if rule.past is Past.STATE else _merged(held)) for rule, held in groups]
     length, agreed = max(limit, 0), False
@@ -338,8 +340,9 @@ def longest_hit(groups: Sequence[tuple[GroupRule, Held]], limit: int, *, align: 
 def longest_of_pages(
     groups: Sequence[tuple[GroupRule, AbstractSet[int]]], limit: int, chunk_tokens: int
 ) -> int:
-    """Return the longest hit of at most ``limit`` tokens that every group supports with its held pages, which
-    are given by their ends. The hit is a whole number of chunks, or ends inside the limit's own chunk.
+    """Return the length of the longest hit, at most ``limit`` tokens, that every group supports with its held
+    pages. A page is given by the token at which it ends. The hit has a whole number of chunks, or ends in the
+    chunk in which ``limit`` lies.
 
     >>> groups = [(GroupRule.all(), {16, 32, 41}), (GroupRule.state(), {32, 39, 41})]
     >>> [longest_of_pages(groups, limit, chunk_tokens=16) for limit in (41, 40)]
@@ -366,16 +369,17 @@ def _ends_held(rule: GroupRule, held: AbstractSet[int], length: int, chunk_token
 
 
 def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Search:
-    """Find the longest hit of at most ``branch`` tokens if it must be asked which pages are held.
+    """Find the longest hit of at most ``branch`` tokens in groups with named pages, by asking the caller
+    which pages are held.
 
-    This is for groups whose pages are found one by one. Groups that need every token were asked before, and
-    reach ``branch``. The generator yields the ends of pages to ask for, by group, if there are any. The
-    caller sends those that are held. It returns the hit's length, as :func:`longest_of_pages` does. The pages
-    held in the last answer are exactly those that the hit needs; none for an empty hit.
+    The chained groups were searched before, and support ``branch`` tokens. The generator yields the ends of
+    pages to look up, by group, without groups that have none. The caller sends the ends of the held pages.
+    The generator returns the length of the hit, as :func:`longest_of_pages` does. The held pages in the last
+    answer are exactly the pages that the hit needs; none for an empty hit.
 
-    The pages that a hit of ``branch`` needs come first. They are usually the answer, because a prompt
-    continues where an earlier one ended. If not, pages from there towards the front are asked for, more each
-    time.
+    The generator first asks for the pages that a hit of ``branch`` tokens needs. They are usually held,
+    because a prompt usually continues where an earlier prompt ended. If not, the generator asks for pages
+    from ``branch`` towards the front, twice as many each time.
 
     >>> looking = search({0: GroupRule.state()}, 100, chunk_tokens=16)
     >>> next(looking)
@@ -392,7 +396,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     """
     whole = branch - branch % chunk_tokens
     held: dict[int, set[int]] = {group: set() for group in rules}
-    # All rows that any hit needs are among those of ``branch``, so these groups are not scanned.
+    # A hit of ``branch`` needs all rows that any shorter hit needs, so cross attention is not scanned.
     scanned = [group for group, rule in rules.items() if rule.past is not Past.CROSS]
 
     def needed(length: int) -> dict[int, Sequence[int]]:
@@ -400,7 +404,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
         return {group: each for group, each in ends.items() if each}
 
     def note(asked: Mapping[int, Sequence[int]], answer: Mapping[int, Sequence[int]]) -> bool:
-        """Record an answer. Return whether everything asked for is held."""
+        """Record an answer. Return whether all pages in the question are held."""
         for group, ends in asked.items():
             held[group].difference_update(ends)
             held[group].update(answer[group])
@@ -415,7 +419,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     if any(rule.past is Past.INPUT for rule in rules.values()):
         return 0
     if branch > whole:
-        inside = range(whole + 1, branch)  # other prompts that continued from there may have ended here
+        inside = range(whole + 1, branch)  # other prompts may have ended inside the last chunk
         wanted = needed(whole)
         both = {**wanted, **{group: [*wanted.get(group, ()), *inside] for group in scanned}}
         asked: dict[int, Sequence[int]] = {group: ends for group, ends in both.items() if ends}
@@ -425,7 +429,7 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
         if whole and longest() == whole and not found_inside:
             return whole
     low, step, length = whole // chunk_tokens, _SCANNED, longest()
-    # A longer hit needs no earlier pages, so a hit found behind ``low`` is the longest.
+    # A longer hit needs no earlier pages than a shorter one. So a hit found behind ``low`` is the longest.
     while scanned and low and length < max(low * chunk_tokens, 1):
         first = max(low - step, 0)
         asked = dict.fromkeys(
@@ -437,16 +441,17 @@ def search(rules: Mapping[int, GroupRule], branch: int, chunk_tokens: int) -> Se
     for _ in range(_LOOKS):
         if not length:
             break
-        wanted = needed(length)  # may be empty, so that the last answer is always what the hit needs
+        wanted = needed(length)  # asked for even if empty: the last answer must be what the hit needs
         if note(wanted, (yield wanted)):
             return length
-        length = longest()  # some have been evicted meanwhile
+        length = longest()  # some pages were evicted meanwhile
     return 0
 
 
 def served_lengths(groups: Sequence[tuple[GroupRule, Held]], limit: int) -> list[int]:
-    """Return all hits of 1 to ``limit`` tokens that every group supports with its held ranges, the longest
-    last. An engine needs all of them if several of its ranks have to agree on one.
+    """Return the lengths of all hits from 1 to ``limit`` tokens that every group supports with its held
+    ranges, in ascending order. An engine with several ranks needs all lengths, because its ranks must agree
+    on one.
 
     >>> served_lengths([(GroupRule.window(2), [range(0, 3), range(6, 9)]), (GroupRule.all(), [range(9)])], 9)
     [1, 2, 3, 8, 9]
@@ -458,8 +463,8 @@ def served_lengths(groups: Sequence[tuple[GroupRule, Held]], limit: int) -> list
 
 
 def page_ranges(pages: Sequence[int], chunk_tokens: int) -> list[range]:
-    """Return the tokens of whole pages, one range for each page, from their positions in the prompt (in any
-    order)."""
+    """Return the tokens of whole pages, one range for each page. ``pages`` are positions in the prompt, in
+    any order."""
     return [range(page * chunk_tokens, (page + 1) * chunk_tokens) for page in sorted(set(pages))]
 
 
@@ -472,7 +477,7 @@ def _end_of_rows(given: tuple[int, int]) -> int:
 
 
 def _merged(held: Held) -> list[range]:
-    """Return the ranges with adjacent ones joined."""
+    """Return the ranges, with adjacent ranges merged."""
     runs: list[range] = []
     for each in held:
         if runs and runs[-1].stop >= each.start:

@@ -1,9 +1,10 @@
-"""Identities and keys: what a page was computed under, and how it is found.
+"""Identities and keys: what decides a page's bytes besides its tokens, and how a page is found.
 
-A **key** is XXH3-128 over the parent's key and the chunk's token ids; the first parent is the digest of the
-identity. A key therefore stands for a whole prefix under one identity. XXH3 is not cryptographic, and need
-not be: a key only *finds* a page. The tokens and the identity stored with the page are then compared, and
-decide whether it is the right one. (Three CVEs in this field came from trusting the hash alone.)
+A **key** is the XXH3-128 of the parent's key and the chunk's token ids; the first parent is the digest of the
+identity. So a key stands for a whole prefix under one identity. XXH3 is not cryptographic, and need not be,
+because a key only *finds* a page. The store then compares the tokens and the identity that are stored with
+the page, and they decide whether it is the right page. (Three CVEs of inference engines came from trusting
+the hash alone.)
 
 Computing the keys of 100K tokens in 64-token chunks takes 0.4 ms (on the 2-core development machine).
 """
@@ -37,20 +38,21 @@ TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer]
 Digest = Callable[[bytes], bytes]
 
 KEY_BYTES = 16
-_WORTH_A_CALL = 32  # chunks from which the compiled part is used
+_WORTH_A_CALL = 32  # least number of chunks for the compiled part
 TOKEN_BYTES = 4
 TOKEN_DTYPE = np.dtype("<u4")
 NAME_BYTES = 32
 LEAST_NAMED_TOKENS = NAME_BYTES // TOKEN_BYTES
-"""Least chunk size of pages with names: a page's name is stored in the place of its tokens."""
+"""Least chunk size of named pages, because a page's name is stored in the place of its tokens."""
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Everything besides tokens that changes a page's bytes or the right to read it.
+    """Everything besides tokens that changes a page's bytes or the right to read them.
 
-    Two pages are interchangeable only if every field is equal. ``layout`` is ``KVSpec.describe()``, which
-    covers layers, heads, dtype and chunk size. Raise :class:`UsageError` for a field that is not text.
+    Two pages with the same tokens are interchangeable only if all fields of their identities are equal.
+    ``layout`` is ``KVSpec.describe()``, which covers layers, heads, dtype and chunk size. Raise
+    :class:`UsageError` for a field that is not text.
     """
 
     model: str  # a digest of the configuration, or a name for one set of weights
@@ -60,7 +62,7 @@ class Identity:
     codec: str = "raw"
     rope: str = ""
     shard: str = "tp0/1,pp0/1"
-    tenant: str = ""  # a salt: pages of one tenant are invisible to the others
+    tenant: str = ""  # a salt: pages of one tenant are invisible to all other tenants
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -68,47 +70,47 @@ class Identity:
 
     @classmethod
     def of(cls, spec: KVSpec, *, model: str, **fields: str) -> Identity:
-        """Return the identity of pages laid out by ``spec``."""
+        """Return the identity of pages with the layout of ``spec``."""
         return cls(model=model, layout=spec.describe(), **fields)
 
     @cached_property
     def whole_pages(self) -> bool:
-        """Whether pages are found only as a whole, by their keys: pages of an opaque or hashed layout, and
-        pages with a recurrent state. The page of a partial chunk is not even stored.
+        """Whether a page is found only as a whole, by its key: pages of an opaque or hashed layout, and pages
+        with a recurrent state. The page of a partial chunk is not stored in such a layout.
 
-        An engine that keeps opaque pages also makes the keys, which may stand for more than tokens (an image,
-        an adapter): equal tokens under another key are another page.
+        An engine that keeps opaque pages also makes their keys, which may stand for more than tokens (an
+        image, an adapter). Equal tokens under another key are another page.
         """
         return has_whole_pages(self.layout)
 
     @cached_property
     def groups(self) -> tuple[Identity, ...]:
-        """The identity of each layer group's pages: this identity with the layout of such a page. For a model
-        of one group with chained pages, it is this identity."""
+        """The identity of each layer group's pages: this identity with the layout of one group's pages. A
+        model with a single group of chained pages has only this identity."""
         layouts = [layout for layout, _ in _page_layouts(self.layout)]
         return tuple(self if layout == self.layout else replace(self, layout=layout) for layout in layouts)
 
     @cached_property
     def chain(self) -> Identity:
-        """The identity that a prompt's keys are rooted in: that of the first group with chained pages, if
-        there is one."""
+        """The identity whose digest is the root of a prompt's keys: the identity of the first group with
+        chained pages, or this identity if no group has chained pages."""
         pairs = zip(self.groups, _page_layouts(self.layout), strict=True)
         return next((identity for identity, (_, named) in pairs if not named), self)
 
     @cached_property
     def digest(self) -> bytes:
-        """32 bytes; equal digests mean equal identities (SHA-256 over all fields)."""
+        """SHA-256 over all fields, in 32 bytes. Equal digests mean equal identities."""
         return hashlib.sha256(msgspec.json.encode(sorted(asdict(self).items()))).digest()
 
 
 def nested_tenant(outer: str, inner: str) -> str:
-    """Return the tenant of an identity whose client has the tenant ``outer``. A client may distinguish
-    tenants of its own, but never leave the tenant of its key."""
+    """Return the tenant of an identity in which a client with the tenant ``outer`` has set the tenant
+    ``inner``. A client may distinguish its own tenants, but cannot leave the tenant of its key."""
     return msgspec.json.encode([outer, inner]).decode()
 
 
 def outer_tenant(tenant: str) -> str | None:
-    """Return the client's tenant in a :func:`nested_tenant`; None for any other tenant."""
+    """Return the client's tenant in a :func:`nested_tenant`; None for a tenant that is not nested."""
     with suppress(msgspec.MsgspecError):
         return msgspec.json.decode(tenant, type=tuple[str, str])[0]
     return None
@@ -116,8 +118,8 @@ def outer_tenant(tenant: str) -> str | None:
 
 @lru_cache(maxsize=1024)
 def _page_layouts(layout: str) -> tuple[tuple[str, bool], ...]:
-    """Return the layout of each layer group's pages, and whether they are named. Text that is no layout
-    counts as one group."""
+    """Return the layout of each layer group's pages, and whether the pages are named. A text that is not a
+    layout counts as one group."""
     try:
         groups = groups_of(KVSpec.parse(layout))
     except SpecError:
@@ -128,8 +130,8 @@ def _page_layouts(layout: str) -> tuple[tuple[str, bool], ...]:
 @dataclass(frozen=True, slots=True)
 class PromptInput:
     """An input of a prompt that cross-attention layers read, such as an image. A hit of more than ``start``
-    tokens needs its pages. ``content`` is a SHA-256 over everything that changes the encoder's ``rows`` rows.
-    Raise :class:`UsageError` for other types, and for less than one row."""
+    tokens needs the input's pages. ``content`` is a SHA-256 over everything that changes the encoder's
+    ``rows`` rows. Raise :class:`UsageError` for other types, and for less than one row."""
 
     start: int
     content: bytes
@@ -143,22 +145,23 @@ class PromptInput:
 
 
 class Prompt:
-    """A token sequence cut into chunks, with the keys and names that find its pages in every layer group. It
-    grows as tokens are generated.
+    """A token sequence cut into chunks, with the keys and names of its pages in every layer group. It grows
+    as tokens are generated.
 
-    **Chained pages** are found by ``keys``, one for each full chunk. (:meth:`keys_of` returns those of a
-    second group with chained pages.)
+    **Chained pages** are found by ``keys``, one for each full chunk. (If a second group has chained pages,
+    :meth:`keys_of` returns the keys of its pages.)
 
     **Named pages** are found by :meth:`names_at`. A name is a SHA-256 over the model's identity and the
-    tokens of all chunks up to the page's end. It is stored in the place of the tokens, so all of its 256 bits
-    are compared. (XXH3 would not be enough: collisions can be made on purpose, and a chunk's own tokens say
-    nothing about earlier ones.) The page of an incomplete last chunk is named over the tokens that it has.
-    Only a hit that ends behind the last of them finds it.
+    tokens of all chunks up to the page's end. The name is stored in the place of the tokens, so all of its
+    256 bits are compared. (XXH3 would not be enough: an attacker can construct collisions, and a chunk's own
+    tokens say nothing about earlier tokens.) The name of the page of a partial last chunk covers the tokens
+    of that chunk. Such a page is found only by a hit that ends exactly at the page's end.
 
-    **Cross attention** has named pages for each of the prompt's ``inputs``. Their names depend on the input
-    alone. Other keys and names do not depend on the inputs, so tokens behind an input must tell inputs apart.
+    **Cross attention** has named pages for each of the prompt's ``inputs``. The names of these pages depend
+    on the input alone. Other keys and names do not depend on the inputs, so the tokens behind an input must
+    differ between inputs.
 
-    **Embeddings** are named pages, too (:meth:`of_input`). Their names begin with the content of the input
+    **Embeddings** are named pages, too (:meth:`of_input`). Their names hash the content of the input
     (``root``) in the place of tokens.
 
     Tokens are stored as little-endian uint32. Not thread-safe: a prompt belongs to one sequence.
@@ -190,22 +193,22 @@ class Prompt:
     ) -> None:
         self.identity = identity
         self.named = False
-        """Whether these are pages that the caller has named: see :meth:`named_pages`."""
+        """Whether the caller has named these pages: see :meth:`named_pages`."""
         self.pages_before = 0
         self.root = identity.digest
-        """The beginning of the first page's name: 32 bytes."""
+        """32 bytes that take the place of a parent's name for the first page."""
         self.chunk_tokens = whole_number("chunk_tokens", chunk_tokens, least=1)
         self.inputs: tuple[PromptInput, ...] = ()
-        """The inputs of cross-attention layers, in the order of the prompt. Set by :meth:`place`."""
+        """The inputs of cross-attention layers, in prompt order. Set by :meth:`place`."""
         self.keys: list[PageKey] = []
         self.points: dict[int, list[int]] = {}
-        """Save points of the conversation that this prompt continues, in tokens, by group with named
-        pages."""
+        """Save points (tokens) of the conversation that this prompt continues, by group with named pages."""
         self._digest = digest
         self._data = bytearray()
-        self._input_names: dict[int, list[bytes]] = {}  # by group, as far as requested
-        self._names: list[bytes] = []  # names of whole chunks, as far as they were requested
-        # keys in further groups with chained pages, as far as requested
+        # Computed when first requested:
+        self._input_names: dict[int, list[bytes]] = {}  # names of inputs' pages by group
+        self._names: list[bytes] = []  # names of whole chunks
+        # keys by group, for all groups with chained pages but the first
         self._more_keys: dict[int, list[PageKey]] = {}
         self.extend(tokens)
 
@@ -213,7 +216,7 @@ class Prompt:
     def with_keys(
         cls, identity: Identity, token_bytes: bytes, keys: Sequence[PageKey], *, chunk_tokens: int
     ) -> Prompt:
-        """Return a prompt with keys that were computed elsewhere: one for each full chunk."""
+        """Return a prompt whose keys were computed elsewhere. There is one key for each full chunk."""
         prompt = cls(identity, chunk_tokens=chunk_tokens)
         prompt._data += token_bytes
         prompt.keys.extend(keys)
@@ -229,11 +232,11 @@ class Prompt:
         chunk_tokens: int,
         pages_before: int = 0,
     ) -> Prompt:
-        """Return a list of pages that the caller has named. Each is found by its own key and token bytes,
-        independently of the others, and several may be missing. This is for whole pages (opaque ones, and
-        states) of callers that have no chain, or keep only its end. The last pages of a prompt are evicted
-        first, so give the number of pages before these as ``pages_before``, if it is known. Raise
-        :class:`UsageError` unless there is a key for each chunk.
+        """Return a list of pages that the caller has named. Each page is found by its own key and token
+        bytes, independently of all other pages, so any page may be missing. This is for whole pages (opaque
+        pages, and states) of a caller that has no chain, or keeps only the chain's end. The last pages of a
+        prompt are evicted first, so pass the number of earlier pages of the prompt as ``pages_before``, if it
+        is known. Raise :class:`UsageError` unless there is a key for each chunk.
 
         >>> spec = KVSpec.opaque(4096, chunk_tokens=8)
         >>> windows = Identity.of(spec, model="m")
@@ -256,9 +259,10 @@ class Prompt:
     def named_pages(
         cls, identity: Identity, names: Sequence[bytes], *, chunk_tokens: int, pages_before: int = 0
     ) -> Prompt:
-        """Return pages as :meth:`with_names` does, each found by a name of :data:`NAME_BYTES`, such as a
-        cryptographic hash of everything that its bytes depend on. The name is stored in the place of the
-        tokens and compared as a whole, so a chunk must have at least :data:`LEAST_NAMED_TOKENS` tokens."""
+        """Return named pages as :meth:`with_names` does. Each page is found by a name of :data:`NAME_BYTES`,
+        such as a cryptographic hash of everything that changes the page's bytes. The name is stored in the
+        place of the tokens and compared as a whole, so a chunk must have at least :data:`LEAST_NAMED_TOKENS`
+        tokens."""
         keys, token_bytes = named_chunks(names, chunk_tokens)
         return cls.with_names(
             identity, token_bytes, keys, chunk_tokens=chunk_tokens, pages_before=pages_before
@@ -266,9 +270,9 @@ class Prompt:
 
     @classmethod
     def of_input(cls, identity: Identity, content: bytes, rows: int, *, chunk_tokens: int) -> Prompt:
-        """Return the pages of an input's embedding, which has ``rows`` rows. ``content`` is a SHA-256 over
-        all parts of the input that change the embedding. The identity covers the encoder's weights and the
-        processor's configuration. The prompt's length is ``rows``, rounded up to whole pages of
+        """Return the pages of the embedding of one input, which has ``rows`` rows. ``content`` is a SHA-256
+        over all parts of the input that change the embedding. The identity covers the encoder's weights and
+        the processor's configuration. The prompt's length is ``rows``, rounded up to whole pages of
         ``chunk_tokens`` rows. Raise :class:`UsageError` for other types, and for less than one row.
 
         >>> import tierstore
@@ -288,7 +292,8 @@ class Prompt:
         return prompt
 
     def part(self, chunks: Sequence[int]) -> Prompt:
-        """Return some of its whole chunks: the leading ones of chained pages, any of named pages."""
+        """Return some whole chunks of this prompt as a prompt: the leading chunks if pages are chained, any
+        chunks if they are named."""
         keys = [self.keys[at] for at in chunks]
         tokens = b"".join(map(self.chunk, chunks))
         part = Prompt.with_keys(self.identity, tokens, keys, chunk_tokens=self.chunk_tokens)
@@ -314,8 +319,8 @@ class Prompt:
         return f"Prompt({len(self)} tokens, {len(self.keys)} full chunks)"
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append ``tokens``. Raise :class:`UsageError` for ids outside 0 … 2³²-1, and for an input, which
-        does not grow."""
+        """Append ``tokens``. Raise :class:`UsageError` for ids outside 0 … 2³²-1, and for the prompt of an
+        input, which cannot grow."""
         if self.root != self.identity.digest:
             raise UsageError(
                 "the embedding of an input does not grow: give all of its rows to Store.embedding"
@@ -324,7 +329,7 @@ class Prompt:
         self._extend_keys(self.keys, self.identity.chain)
 
     def chunk(self, index: int) -> bytes:
-        """Return the token bytes of chunk ``index``; fewer than a full chunk at the end of the prompt."""
+        """Return the token bytes of chunk ``index``. The last chunk may be partial."""
         width = self.chunk_tokens * TOKEN_BYTES
         return bytes(self._data[index * width : (index + 1) * width])
 
@@ -357,8 +362,8 @@ class Prompt:
         return self.identity.groups
 
     def identity_of(self, group: int) -> Identity:
-        """Return the identity of a layer group's pages. Named pages are those of one group and have its
-        identity."""
+        """Return the identity of a layer group's pages. Named pages belong to one group, so the result is the
+        same for any ``group``."""
         return self.identity if self.named else self.identities[group]
 
     def keys_of(self, group: int) -> list[PageKey]:
@@ -371,14 +376,14 @@ class Prompt:
         return keys
 
     def tail_key(self, group: int = 0) -> PageKey:
-        """Return the key of the partial chunk at the end. (Its length is part of what is hashed.)"""
+        """Return the key of the partial chunk at the end. (The hash covers the chunk's length.)"""
         keys = self.keys_of(group)
         return PageKey(self._digest(self._parent_key(keys, self.identity.groups[group]) + self.tail))
 
     def place(self, inputs: Sequence[PromptInput]) -> None:
-        """Set the inputs that cross-attention layers read. Tokens behind an input must tell inputs apart,
-        because they alone make keys. Raise :class:`UsageError` for a model without such layers, and for
-        inputs that are not in order or not within the prompt."""
+        """Set the inputs that cross-attention layers read. Tokens behind an input must differ between inputs,
+        because keys depend on tokens only. Raise :class:`UsageError` for a model without cross attention, and
+        for inputs that are not in order or not within the prompt."""
         if inputs and not any(is_cross(each.layout) for each in self.identities):
             raise UsageError("this model has no cross-attention layers, which read the inputs of a prompt")
         starts = [-1, *(each.start for each in inputs), len(self)]
@@ -388,15 +393,16 @@ class Prompt:
         self._input_names = {}
 
     def bound(self, group: Group) -> Group:
-        """Return a layer group of the model with its rule for this prompt, whose inputs it knows."""
+        """Return a layer group of the model with its rule for this prompt; a rule for cross attention depends
+        on the prompt's inputs."""
         if group.rule.past is not Past.CROSS:
             return group
         inputs = ((each.start, each.rows) for each in self.inputs)
         return replace(group, rule=GroupRule.cross(inputs, self.chunk_tokens))
 
     def names_of(self, group: int, ends: Sequence[int]) -> list[bytes]:
-        """Return the names of the pages of a group that end at these tokens, each at least 1. In a group of
-        cross-attention layers, ends count rows."""
+        """Return the names of the pages of a group that end at these tokens, which are at least 1. For cross
+        attention, ``ends`` counts rows."""
         if self.named or not is_cross(self.identities[group].layout):
             return self.names_at(ends)
         names = self._input_names.get(group)
@@ -411,12 +417,12 @@ class Prompt:
         return pages.names(len(pages.keys))
 
     def names_at(self, ends: Sequence[int]) -> list[bytes]:
-        """Return the names of the pages that end at these tokens, each at least 1."""
+        """Return the names of the pages that end at these tokens, which are at least 1."""
         names = self.names(max(ends, default=0) // self.chunk_tokens)
         return names_at(ends, self.chunk_tokens, names, self.root, self.chunk)
 
     def names(self, chunks: int) -> list[bytes]:
-        """Return the names of the first ``chunks`` whole chunks, or of more."""
+        """Return the names of at least the first ``chunks`` whole chunks."""
         if self.named:
             return [chunk[:NAME_BYTES] for chunk in self.chunks()]
         known = len(self._names)
@@ -429,19 +435,19 @@ class Prompt:
 
     def pages_at(self, group: int, ends: Sequence[int]) -> Prompt:
         """Return the pages of a group with named pages that end at these tokens."""
-        # Their place in the prompt does not decide which leave first: superseded pages do.
+        # No ``pages_before``: superseded pages are evicted first, wherever they are in the prompt.
         names = self.names_of(group, ends)
         return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)
 
     def pages_of_input(self, group: int, number: int) -> Prompt:
-        """Return the pages of input ``number`` in a group of cross-attention layers. They are the same at any
-        place of any prompt of the model."""
+        """Return the pages of input ``number`` in a group of cross-attention layers. The pages of an input
+        are the same at any position in any prompt of the model."""
         names = self._names_in(group, number)
         return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)
 
     def pages_of(self, group: int) -> Prompt:
-        """Return all of its whole chunks as pages of one group, chained or named. Used to copy pages from one
-        store to another (:mod:`tierstore.packs`)."""
+        """Return the pages of all whole chunks in one group, chained or named, to copy them to another store
+        (:mod:`tierstore.packs`)."""
         layout, named = _page_layouts(self.identity.layout)[group]
         if not named and layout == self.identity.layout:
             return self
@@ -465,11 +471,11 @@ class Prompt:
 
 
 def page_name(before: bytes, tokens: bytes) -> bytes:
-    """Return the name of the page that holds ``tokens`` (the token bytes of one chunk, or of its beginning)
-    behind the page named ``before``. For the first page of a prompt, ``before`` is its model's identity
-    digest.
+    """Return the name of the page with ``tokens`` (the token bytes of one chunk, or of its beginning) that
+    follows the page named ``before``. For the first page of a prompt, ``before`` is the digest of the model's
+    identity.
 
-    A name is a SHA-256, so it can be compared in place of all tokens before it.
+    A name is a SHA-256, so comparing names is as safe as comparing all tokens up to the page's end.
 
     >>> len(page_name(bytes(NAME_BYTES), bytes(64)))
     32
@@ -485,33 +491,35 @@ def names_at(
     chunk: Callable[[int], bytes],
 ) -> list[bytes]:
     """Return the names of the pages that end at these tokens. ``names`` has the names of all whole chunks,
-    and ``chunk(i)`` returns the token bytes of chunk ``i``."""
+    ``root`` takes the place of a name before the first chunk, and ``chunk(i)`` returns the token bytes of
+    chunk ``i``."""
     found = []
     for end in ends:
         whole, tokens = divmod(end, chunk_tokens)
         before = names[whole - 1] if whole else root
-        # Fewer tokens than a chunk: no other page's name hashes this many bytes behind the same ones.
+        # A partial chunk is shorter than a whole chunk, so its name differs from all names of whole chunks.
         found.append(page_name(before, chunk(whole)[: tokens * TOKEN_BYTES]) if tokens else before)
     return found
 
 
 def named_chunks(names: Sequence[bytes], chunk_tokens: int) -> tuple[list[PageKey], bytes]:
-    """Return the keys of pages with these names, and the bytes that take the place of their tokens."""
+    """Return the keys of pages with these names, and the bytes that are stored in the place of their
+    tokens."""
     width = chunk_tokens * TOKEN_BYTES
     token_bytes = b"".join([name.ljust(width, b"\0") for name in names])
     return [PageKey(name[:KEY_BYTES]) for name in names], token_bytes
 
 
 def root_key(identity: Identity) -> bytes:
-    """Return the key before a prompt's first chunk."""
+    """Return the key that takes the place of a parent's key for a prompt's first chunk."""
     return xxhash.xxh3_128_digest(identity.digest)
 
 
 def chunk_keys(
     parent: bytes, data: bytes, width: int, digest: Digest = xxhash.xxh3_128_digest
 ) -> list[PageKey]:
-    """Return the keys of the full chunks (of ``width`` bytes) of ``data``. ``parent`` is the key before
-    them."""
+    """Return the keys of the full chunks of ``data``, which have ``width`` bytes each. ``parent`` is the key
+    of the chunk before ``data``."""
     if len(data) < width:
         return []
     count = len(data) // width
@@ -520,14 +528,14 @@ def chunk_keys(
         keys = np.empty(count, f"V{KEY_BYTES}")
         native.LIBRARY.tierstore_chunk_keys(parent, data, count, width, keys.ctypes.data)
         return cast(list[PageKey], keys.tolist())
-    # 0.2 µs a chunk: numpy cuts the chunks, and the loop only hashes.
+    # numpy cuts the chunks and the loop only hashes them, which takes 0.2 µs a chunk.
     chunks = np.frombuffer(data, f"V{width}", count).tolist()
     return cast(list[PageKey], [parent := digest(parent + chunk) for chunk in chunks])
 
 
 def encode_tokens(tokens: TokenIds) -> bytes:
-    """Return token ids as little-endian uint32 bytes. Arrays cost nothing; a list of 100K ints costs 1–2
-    ms."""
+    """Return token ids as little-endian uint32 bytes. A list of 100K ints takes 1–2 ms; an array of uint32
+    takes almost no time."""
     if isinstance(tokens, np.ndarray) and tokens.dtype == TOKEN_DTYPE and tokens.ndim == 1:
         return tokens.tobytes()
     if isinstance(tokens, list) and tokens and not isinstance(tokens[0], bool):

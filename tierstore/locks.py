@@ -1,4 +1,4 @@
-"""Locks between processes: a file, or a directory, that one process owns while it lives."""
+"""Locks between processes: a process locks a file or a directory until it ends."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class PathLock:
     process.
 
     A cleaner of /tmp may remove a lock file while it is locked. A second process would then lock a new file
-    of the same name, and both would believe that they own the lock. So the lock is taken only on the file
-    that ``path`` still names afterwards, and :meth:`current` tells whether it still does. The owner must
-    check :meth:`current` before it removes anything that the lock protects. A directory in use is never
-    removed: if there is one, lock it instead of a file in it.
+    with the same name, and both processes would believe that they own the lock. So a lock is valid only if
+    ``path`` still names the locked file after locking. :meth:`current` tells whether ``path`` still does, and
+    the owner must check it before removing anything that the lock protects. Cleaners never remove a directory
+    in use: lock the directory itself, if there is one, and not a file in it.
 
     A missing file is created with mode 0600. A symbolic link is never followed.
 
@@ -45,7 +45,7 @@ class PathLock:
             except OSError:
                 os.close(self.fd)
                 raise
-            os.close(self.fd)  # removed between open and lock: lock the present file
+            os.close(self.fd)  # the file was removed between open and lock: lock the one that replaced it
 
     def current(self) -> bool:
         """Return whether the path still names the locked file."""
@@ -56,8 +56,8 @@ class PathLock:
         return os.path.samestat(found, os.fstat(self.fd))
 
     def release(self) -> None:
-        """Release the lock. The file stays: removing it would race with the next owner. Repeated calls do
-        nothing."""
+        """Release the lock. The file is not removed, because the removal would race with the next owner.
+        Repeated calls do nothing."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1

@@ -1,4 +1,4 @@
-"""The memory and disk of this machine, for checks, warnings and reports."""
+"""The amount of memory and disk space of this machine, for checks, warnings and reports."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _BLOCK_BYTES = 512  # unit of st_blocks, in every file system
 
 
 class MemoryBytes(NamedTuple):
-    """Memory in bytes. ``limit`` is the lowest limit of the control groups (containers) of this process; None
-    if none is lower than the machine's memory."""
+    """Bytes of memory. ``limit`` is the lowest limit that a control group (container) sets for this process;
+    None if no limit is below the machine's memory."""
 
     total: int
     available: int
@@ -27,7 +27,8 @@ class MemoryBytes(NamedTuple):
 
 
 def memory_bytes() -> MemoryBytes:
-    """Return the memory of this machine, or of the container of this process. 0 if /proc does not say."""
+    """Return the memory of this machine, or of the container of this process. A number is 0 if /proc does not
+    have it."""
     figures = {
         name: int(kib) * 1024
         for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
@@ -42,8 +43,8 @@ def memory_bytes() -> MemoryBytes:
 
 
 def memory_shortage(host_bytes: int) -> str:
-    """Return why an arena of ``host_bytes`` does not fit the memory of this machine or container; empty if it
-    does."""
+    """Return the reason why an arena of ``host_bytes`` does not fit the memory of this machine or container;
+    empty if it fits."""
     memory = memory_bytes()
     if host_bytes <= memory.total:
         return ""
@@ -55,8 +56,8 @@ def memory_shortage(host_bytes: int) -> str:
 
 
 def _group_limits() -> Iterator[tuple[int, int]]:
-    """Yield limit and use of each control group of this process, including parents. A container may see its
-    own group as the root, under another path than in /proc."""
+    """Yield the limit and use of each control group of this process and of its parents. A container may see
+    its own group as the root, although /proc shows another path."""
     for line in _text(_GROUPS).splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -75,13 +76,13 @@ def _group_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cache_bytes(group: Path) -> int:
-    """Return the reclaimable bytes of a group's files in memory."""
+    """Return how many bytes of cached files the kernel can reclaim from a control group."""
     found = re.search(r"^(?:total_)?inactive_file (\d+)$", _text(group / "memory.stat"), re.MULTILINE)
     return int(found[1]) if found else 0
 
 
 def disk_bytes(directory: Path) -> int:
-    """Return the bytes that files under ``directory`` can take: their present size plus the free space."""
+    """Return the bytes that files under ``directory`` can use: what they use now, plus the free space."""
     taken = 0
     for parent, _, names in os.walk(directory):
         for name in names:

@@ -1,12 +1,13 @@
-"""The mover: worker threads that do copies, most urgent first.
+"""The mover: worker threads that copy pages, most urgent copies first.
 
-A *task* is a small piece of one transfer (a few MiB of pages). Workers spend their time in calls that release
-the GIL (memory copies, preadv), so a few of them keep a disk and a memory bus busy without slowing an
-engine's Python. Tasks are not preempted. They are small instead, so that a demand load waits for
+A *task* is a small part of one transfer (a few MiB of pages). Workers spend their time in calls that release
+the GIL (memory copies, preadv), so a few workers keep a disk and a memory bus busy without slowing an
+engine's Python. Running tasks are not preempted. Instead, tasks are small, so that an urgent load waits for
 milliseconds at most.
 
-There are two *lanes*, each with its own queue and workers. Tasks that only copy memory always end; tasks that
-read from disk may hang if the disk does not answer. Even if many hang, pages in memory are served.
+There are two *lanes*, each with its own queue and workers: one for tasks that only copy memory and always
+end, and one for tasks that read from disk and may hang. Even if many disk reads hang, pages in memory are
+served.
 """
 
 from __future__ import annotations
@@ -23,26 +24,26 @@ _log = logging.getLogger(__name__)
 
 
 class Priority(enum.IntEnum):
-    """The priority of a task. Lower goes first."""
+    """The priority of a task. Lower values run first."""
 
-    LOAD = 0  # an engine waits for it
-    PREFETCH = 1  # an engine will ask for it
+    LOAD = 0  # an engine waits for the pages
+    PREFETCH = 1  # an engine will request the pages
     SAVE = 2  # no engine waits
 
 
 class Lane(enum.Enum):
-    """The resource that a task may have to wait for."""
+    """The resource that a task may wait for."""
 
     MEMORY = "memory"
     DISK = "disk"
 
 
 class Mover:
-    """``threads`` workers for tasks in memory and ``disk_threads`` for tasks that may wait for the disk.
-    Within a lane, tasks of equal priority run in order of arrival.
+    """``threads`` workers for tasks in memory, and ``disk_threads`` workers for tasks that may wait for the
+    disk. Within a lane, tasks of equal priority run in order of arrival.
 
-    Tasks must not raise: each handles its own I/O errors. An exception is a bug; it is logged and counted in
-    ``failed_tasks``, and the other tasks continue.
+    Tasks must not raise: each task handles its own I/O errors. An exception is a bug. It is logged and
+    counted in ``failed_tasks``, and all other tasks continue.
     """
 
     def __init__(self, threads: int, *, disk_threads: int = 0) -> None:
@@ -76,7 +77,8 @@ class Mover:
         return True
 
     def close(self) -> None:
-        """Run the queued tasks, then stop. Repeated calls do nothing. Does not return while a task hangs."""
+        """Run the queued tasks, then stop the workers. Repeated calls do nothing. Does not return while a
+        task hangs."""
         self.drain()
         for workers in self._lanes.values():
             workers.close()
@@ -133,12 +135,12 @@ class _Workers:
                 self._running += 1
             try:
                 task()
-            # neither a task nor a callback at its end may stop the others
+            # a failed task, or a failed callback at its end, must not stop the worker
             except BaseException:  # noqa: BLE001
                 self.failed_tasks += 1
                 _log.exception("a mover task failed")
             finally:
-                del task  # also its references, since the next task may come late
+                del task  # release its references, because the next task may come much later
                 with self._lock:
                     self._running -= 1
                     self._work_done.notify_all()

@@ -1,20 +1,22 @@
-"""The planner: load or recompute. Costs go in, a plan comes out. Pure: no waiting, no clock, no I/O.
+"""The planner: decide which part of a hit to load, and which to recompute. Pure: no waiting, no clock, no
+I/O.
 
 A hit is worth loading only if loading is faster than computing, and the ratio of the two varies a hundredfold
-between machines. So both are measured where they occur: a load reports how long its bytes took
-(:meth:`Planner.moved`), an engine how long its prefill steps took (:meth:`Planner.computed`).
+between machines. So loads report how long their bytes took (:meth:`Planner.moved`), and engines report how
+long their prefill steps took (:meth:`Planner.computed`).
 
-**Estimates.** Each is a line through the latest measurements, fitted by relative errors. For a load, the
-seconds are a latency plus a time per byte. For computing, they are a time per token plus a time per pair of a
-token and an earlier one (attention). The planner uses this line times a quantile of the measured excess over
-it: a tier that is slow one time in four counts as slow. Measurements are forgotten, so a disk that was slow
-at noon is tried again at one. A tier without measurements counts as fast, and the deadline limits the damage.
+**Estimates.** Each estimate is a line through the latest measurements, fitted by relative errors. The seconds
+of a load are a latency plus a time per byte. The seconds of computing are a time per token plus a time per
+pair of a token and an earlier token (attention). The planner multiplies this line by a quantile of the
+measured excess over the line, so a tier that is slow one time in four counts as slow. Old measurements are
+forgotten, so a slow disk is tried again later. A tier without measurements counts as fast, and the load's
+deadline limits the damage.
 
-**The plan.** Tiers follow one another along a prompt, fastest first. A leading part is loaded and the rest is
-computed. Within a tier's part, the cost of loading grows evenly, and the saving per token grows with its
-position. So the best place to stop is the end of a part, or before the first. *From both ends*, the engine
-computes from the front while pages are loaded from the back, so that it need not compute KV that is already
-loaded.
+**The plan.** The parts of a hit in different tiers follow one another along the prompt, fastest tier first.
+The engine loads some leading parts and computes the rest of the prompt. Within one tier's part, the cost of
+loading a token is constant, and the cost of computing it grows with its position. So it is best to load a
+part completely or not at all. *From both ends*, the engine computes from the front while pages are loaded
+from the back, so it never computes KV that is already loaded.
 
 ::
 
@@ -30,54 +32,55 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-_KEPT = 24  # measurements of a tier, or of computing
+_KEPT = 24  # number of measurements that are kept of a tier, and of computing
 _RECENT_S = 30.0  # older measurements of a tier do not count
 _QUANTILE = 0.75  # quantile of the excess over the line that plans use
 _LEAST_EXCESS = 1.0
-_PROBE_S = 5.0  # a declined tier is measured this often, by a read that no caller waits for
+_PROBE_S = 5.0  # every this many seconds, a read that no caller waits for measures a declined tier
 _SLACK = 4.0  # a load may take this many times its expected time …
-_LEAST_SLACK_S = 0.02  # … plus this much
-_UNKNOWN_SHARE = 0.25  # share of the computing time that a load from an unknown tier may take
-# largest share of the time of computing alone that a plan with a load may take: measurements have errors
+_LEAST_SLACK_S = 0.02  # … plus this many seconds
+_UNKNOWN_SHARE = 0.25  # share of the computing time that a load from an unmeasured tier may take
+# A plan may load only if it takes at most this share of the time without loads: measurements have errors.
 _MARGIN = 0.9
-# share of the combined speed of loading and computing: steps and blocks wait for each other
+# Share of their combined speed that loading and computing reach together: each sometimes waits for the other.
 _BOTH_EFFICIENCY = 0.75
-_BURST = 0.125  # bytes that arrive within this share of the previous bytes' time belong to the same burst
+# A load that ends within this share of its own time after the previous load is in the same burst.
+_BURST = 0.125
 
 
 @dataclass(frozen=True, slots=True)
 class TierRate:
-    """The cost of a tier's bytes: they wait ``backlog_s`` for earlier ones, then arrive after ``latency_s``
-    at ``bytes_per_s``."""
+    """The cost of a tier's bytes: a load waits ``backlog_s`` for earlier loads, and its bytes then arrive
+    after ``latency_s`` at ``bytes_per_s``."""
 
     bytes_per_s: float
     latency_s: float = 0.0
     backlog_s: float = 0.0
 
     def seconds(self, nbytes: float) -> float:
-        """Return the seconds for ``nbytes``, without the backlog."""
+        """Return the seconds that ``nbytes`` take, without the backlog."""
         return self.latency_s + nbytes / self.bytes_per_s if nbytes else 0.0
 
 
-CLUSTER = "cluster"  # the name of the path to other hosts' pages, among the tiers
+CLUSTER = "cluster"  # name under which the rate of fetching from other hosts is measured, like a tier's
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The time to compute: ``token_s`` seconds per token, plus ``pair_s`` per pair of a token and an earlier
-    token (attention). ``pair_s`` is 0 if only one speed is known."""
+    """The time to compute tokens: ``token_s`` seconds per token, plus ``pair_s`` seconds per pair of a token
+    and an earlier token (attention). ``pair_s`` is 0 if only one speed is known."""
 
     token_s: float
     pair_s: float = 0.0
 
     def seconds(self, tokens: float, behind: float = 0) -> float:
-        """Return the seconds for ``tokens`` tokens behind ``behind`` others whose KV is there."""
+        """Return the seconds to compute ``tokens`` tokens behind ``behind`` tokens whose KV is available."""
         return tokens * self.token_s + tokens * (behind + tokens / 2) * self.pair_s
 
 
 @dataclass(frozen=True, slots=True)
 class TierPart:
-    """Consecutive tokens of a hit in one tier, and their bytes. Tokens in HBM have no bytes to move."""
+    """Consecutive tokens of a hit in one tier, and the bytes to load for them: 0 for tokens in HBM."""
 
     tier: str
     tokens: int
@@ -86,11 +89,12 @@ class TierPart:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Use the first ``tokens`` of the hit, and compute the rest of the prompt.
+    """A decision to use the first ``tokens`` tokens of the hit, and to compute the rest of the prompt.
 
-    Tokens before ``meeting_point`` are computed while those behind it are loaded from the back. If
-    ``meeting_point`` is not beyond the tokens in HBM, all are loaded. ``load_s`` and ``ttft_s`` are the
-    expected times. ``deadline_s`` is when to give up the load; None if the speed of computing is unknown.
+    Tokens before ``meeting_point`` are computed while the tokens behind it are loaded from the back. If
+    ``meeting_point`` is not behind the tokens in HBM, all tokens are loaded. ``load_s`` and ``ttft_s`` are
+    the expected times of the load and until the first token. The load is given up after ``deadline_s``
+    seconds; None if the speed of computing is unknown.
     """
 
     tokens: int
@@ -99,7 +103,7 @@ class Plan:
     ttft_s: float
     deadline_s: float | None
     declined: Mapping[str, int] = field(default_factory=dict)
-    """Tokens of the hit that are not used because loading them would be slower, by tier."""
+    """Tokens of the hit, by tier, that are not used because loading them would be slower."""
 
 
 def plan(
@@ -111,15 +115,15 @@ def plan(
     block: int = 0,
     margin: float = 1.0,
 ) -> Plan:
-    """Return the fastest way to a prompt's first token.
+    """Return the plan with the shortest time to a prompt's first token.
 
-    ``parts`` has the parts of the hit, in prompt order. A tier missing in ``rates`` has no known cost. With
-    ``block``, both ends may meet at its multiples, because an engine computes this many tokens at a time. A
-    plan that loads from below HBM is chosen only if it takes no more than ``margin`` times the plan without
-    loads.
+    ``parts`` has the parts of the hit, in prompt order. A tier that is not in ``rates`` has an unknown cost.
+    If the engine computes ``block`` tokens at a time, the meeting point of both ends is a multiple of
+    ``block``; with 0, all tokens are loaded. A plan that loads from below HBM is chosen only if it takes no
+    more than ``margin`` times the plan without loads.
     """
     held = sum(part.tokens for part in parts)
-    free = 0  # tokens that are available at once
+    free = 0  # leading tokens in HBM, which need no load
     for part in parts:
         if part.nbytes:
             break
@@ -164,8 +168,8 @@ def plan(
 
 
 def load_seconds(parts: Iterable[TierPart], rates: Mapping[str, TierRate]) -> float:
-    """Return the time to load ``parts`` one after the other. A tier's backlog passes while earlier parts
-    arrive."""
+    """Return the seconds to load ``parts`` one after the other. A tier works off its backlog while earlier
+    parts arrive."""
     now_s = 0.0
     for part in parts:
         rate = rates.get(part.tier)
@@ -175,7 +179,7 @@ def load_seconds(parts: Iterable[TierPart], rates: Mapping[str, TierRate]) -> fl
 
 
 def _behind(parts: Sequence[TierPart], start: int) -> list[TierPart]:
-    """Return the rest of ``parts`` from token ``start`` on."""
+    """Return the parts of ``parts`` from token ``start`` on."""
     behind = []
     for part in parts:
         left = min(part.tokens, max(part.tokens - start, 0))
@@ -188,7 +192,7 @@ def _behind(parts: Sequence[TierPart], start: int) -> list[TierPart]:
 def _meeting_point(
     parts: Sequence[TierPart], free: int, end: int, rates: Mapping[str, TierRate], prefill: Prefill
 ) -> int:
-    """Return the first token at which loading everything behind it takes no longer than computing everything
+    """Return the first token at which loading all tokens behind it takes no longer than computing all tokens
     before it."""
     low, high = free, end
     while low < high:
@@ -197,15 +201,15 @@ def _meeting_point(
             high = middle
         else:
             low = middle + 1
-    # At this token, computing may be the slower side: then the token before it may be better.
+    # Computing up to this token may take longer than the load. Then the token before it may be better.
     before = max(low - 1, free)
     front_s = prefill.seconds(low - free, free)
     return before if load_seconds(_behind(parts, before), rates) < front_s else low
 
 
 def _deadline_s(load_s: float, compute_s: float, *, known: bool) -> float:
-    """Return when to give up a load: never before its expected time, and if possible before computing would
-    be done."""
+    """Return the seconds after which to give up a load: never less than its expected time, and if possible
+    less than the time to compute its tokens."""
     if not known:
         return max(load_s, _UNKNOWN_SHARE * compute_s)
     return max(load_s, min(compute_s, load_s * _SLACK + _LEAST_SLACK_S))
@@ -215,7 +219,7 @@ def _deadline_s(load_s: float, compute_s: float, *, known: bool) -> float:
 
 
 def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float]:
-    """Return ``(p, q)``, both at least 0, such that ``p * x + q * y`` is nearest to ``seconds``, by relative
+    """Return ``(p, q)``, both at least 0. ``p * x + q * y`` is the best fit of ``seconds``, by relative
     errors, over points ``(x, y, seconds)`` with positive seconds."""
     rows = [(x / s, y / s) for x, y, s in points]
     aa = sum(a * a for a, _ in rows)
@@ -235,7 +239,8 @@ def fit_line(points: Sequence[tuple[float, float, float]]) -> tuple[float, float
 
 
 def fit_prefill(points: Sequence[tuple[float, float, float]]) -> Prefill:
-    """Return the line through ``(tokens, behind, seconds)`` of measured steps; at least one."""
+    """Return the line through measured steps ``(tokens, behind, seconds)``. There must be at least one
+    step."""
     return Prefill(*fit_line([(n, n * (behind + n / 2), s) for n, behind, s in points if s > 0]))
 
 
@@ -247,17 +252,17 @@ class _Measured:
 
 
 class RateEstimate:
-    """The cost of one tier's bytes, from its latest loads."""
+    """The cost of one tier's bytes, estimated from its latest loads."""
 
     def __init__(self) -> None:
         self._moves: deque[_Measured] = deque(maxlen=_KEPT)
-        # bytes that did not arrive within some seconds, since the last measurement
+        # the newest load that was late; None if a measurement followed it
         self._late: _Measured | None = None
         self._reported: tuple[TierRate, float] | None = None
 
     def moved(self, nbytes: float, seconds: float, now_s: float) -> None:
-        """Add a measurement. If the bytes waited for earlier ones, only the time after that counts. Bytes
-        that arrived in one burst count together."""
+        """Add a measurement of one load. If the load waited for an earlier one, only the time after that
+        counts. Loads that arrive in one burst count as one."""
         if nbytes <= 0:
             return
         self._late = None
@@ -271,16 +276,16 @@ class RateEstimate:
         self._moves.append(_Measured(nbytes, max(seconds, 1e-9), now_s))
 
     def late(self, nbytes: float, seconds: float, now_s: float) -> None:
-        """Record that bytes have not arrived within ``seconds``: they take at least that long."""
+        """Record that the bytes did not arrive within ``seconds``: the load takes at least that long."""
         self._late = _Measured(nbytes, seconds, now_s)
 
     def report(self, rate: TierRate, now_s: float) -> None:
-        """Use a rate measured elsewhere. It counts without measurements of our own; its backlog always
-        counts."""
+        """Use a rate that another process measured. The rate counts only if this process has no measurements;
+        the reported backlog always counts."""
         self._reported = rate, now_s
 
     def measured_at(self) -> float:
-        """Return the time of the last measurement."""
+        """Return the time of the last measurement; -inf before the first."""
         latest = self._late or (self._moves[-1] if self._moves else None)
         return latest.at_s if latest is not None else -math.inf
 
@@ -306,8 +311,8 @@ class RateEstimate:
 
 
 class PrefillEstimate:
-    """How fast an engine computes, from its latest steps. Steps of one size at different positions tell the
-    two speeds apart."""
+    """How fast an engine computes, estimated from its latest steps. Steps of equal size at different
+    positions tell the time per token and the time per pair apart."""
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float, float]] = deque(maxlen=_KEPT)
@@ -317,8 +322,8 @@ class PrefillEstimate:
             self._steps.append((tokens, behind, seconds))
 
     def prefill(self) -> Prefill | None:
-        """Return the speed; None if nothing is known. It is the median of the measurements: only loads are
-        planned pessimistically."""
+        """Return the estimate; None before the first step. It is the median of the measurements, because only
+        loads are planned pessimistically."""
         if not self._steps:
             return None
         line = fit_prefill(self._steps)
@@ -333,8 +338,8 @@ def _pessimistic(excess: list[float]) -> float:
 
 
 class Planner:
-    """The estimates of one store and its engine, and plans based on them. Thread-safe. All times are of the
-    caller's clock.
+    """The estimates of one store and its engine, and plans that are based on them. Thread-safe. All times are
+    on the caller's clock.
 
     >>> planner = Planner()
     >>> planner.computed(1000, 0, 1.0)
@@ -350,22 +355,22 @@ class Planner:
         self._probed: dict[str, float] = {}
 
     def moved(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
-        """Record that ``nbytes`` of a tier arrived in ``seconds``."""
+        """Record that ``nbytes`` bytes from a tier arrived within ``seconds``."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).moved(nbytes, seconds, now_s)
 
     def late(self, tier: str, nbytes: float, seconds: float, *, now_s: float) -> None:
-        """Record that ``nbytes`` of a tier did not arrive within ``seconds``."""
+        """Record that ``nbytes`` bytes from a tier did not arrive within ``seconds``."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).late(nbytes, seconds, now_s)
 
     def report(self, tier: str, rate: TierRate, *, now_s: float) -> None:
-        """Use the rate that a daemon reports for its ``tier``."""
+        """Use the rate that a daemon reports for one of its tiers."""
         with self._lock:
             self._estimates.setdefault(tier, RateEstimate()).report(rate, now_s)
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """Record that an engine computed ``tokens`` tokens of a prompt after ``behind`` others."""
+        """Record that an engine computed ``tokens`` tokens of a prompt behind ``behind`` earlier tokens."""
         with self._lock:
             self._prefill.computed(tokens, behind, seconds)
 
@@ -381,20 +386,21 @@ class Planner:
         return {tier: rate for tier, rate in found.items() if rate is not None}
 
     def plan(self, parts: Sequence[TierPart], prompt_tokens: int, *, now_s: float, block: int = 0) -> Plan:
-        """Return the fastest plan by the present estimates; see :func:`plan`."""
+        """Return the fastest plan with the present estimates; see :func:`plan`."""
         rates = self.rates(now_s)
         return plan(parts, prompt_tokens, rates, self.prefill(), block=block, margin=_MARGIN)
 
     def meeting_point(self, parts: Sequence[TierPart], front: int, *, now_s: float) -> int:
-        """Return where computing from token ``front`` on meets the loading of ``parts`` from their end.
-        Return ``front`` if computing would not help, or nothing is known."""
+        """Return the token at which computing from token ``front`` on meets the loading of ``parts`` from
+        their end. Return ``front`` if computing would not help, or if its speed is unknown."""
         prefill = self.prefill()
         if prefill is None:
             return front
         return _meeting_point(parts, front, sum(part.tokens for part in parts), self.rates(now_s), prefill)
 
     def take_probe(self, tier: str, now_s: float) -> bool:
-        """Return whether to measure a declined tier now, while no caller waits. Counts as measured."""
+        """Return whether the caller should measure a declined tier now. If so, the tier counts as
+        measured."""
         with self._lock:
             rate = self._estimates.get(tier)
             latest = max(

@@ -1,10 +1,10 @@
-"""The size of a model's KV: by layer group, for a token and for a session. Pure, and without torch.
+"""The bytes of a model's KV, by layer group, for one token and for one session. Pure, and without torch.
 
 The kinds of layers are read from a Hugging Face ``config.json``, or from one of ``PRESETS``: the shapes of
 popular models, from their published configurations. The size of a session is what its next turn needs: every
 token of full attention and latents, the pages of a window that cover its last tokens, one snapshot of a
-recurrent state. Embeddings of images and sound, and KV that cross attention has of them, are not part of a
-session.
+recurrent state. A session does not include embeddings of images and sound, nor KV that cross attention
+computes from them.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class GroupSize:
-    """The size of one layer group. Each token adds ``token_bytes``. ``state_bytes`` is the group's whole
-    state. In cross attention, each row of an input adds ``row_bytes``."""
+    """The size of one layer group: ``token_bytes`` for each token, plus ``state_bytes`` for its recurrent
+    state. Cross attention has ``row_bytes`` for each row of an input."""
 
     group: LayerGroup
     token_bytes: float
@@ -106,11 +106,11 @@ class GroupSize:
     row_bytes: float = 0.0
 
     def session_bytes(self, tokens: int, chunk_tokens: int = DEFAULT_CHUNK_TOKENS) -> int:
-        """Return the bytes that the next turn of a session of ``tokens`` tokens needs, in whole pages."""
+        """Return the bytes, in whole pages, that the next turn needs after a session of ``tokens`` tokens."""
         pages = -(-tokens // chunk_tokens)
         window = self.group.window
         if window is not None:
-            # The last tokens may begin and end inside pages.
+            # The window may begin and end inside pages.
             pages = min(pages, -(-(window - 1) // chunk_tokens) + 1)
         return int(pages * chunk_tokens * self.token_bytes) + (self.state_bytes if tokens else 0)
 
@@ -120,8 +120,8 @@ class GroupSize:
 
 
 def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[GroupSize]:
-    """Return the sizes of all layer groups. ``dtype`` overrides the model's own. Raise :class:`SpecError` for
-    a configuration that is not understood.
+    """Return the sizes of all layer groups. ``dtype`` replaces the model's own dtype. Raise
+    :class:`SpecError` for a configuration that this version does not support.
 
     >>> [group] = group_sizes(PRESETS["llama-3-8b"])
     >>> group.token_bytes, group.session_bytes(100_000)
@@ -143,24 +143,24 @@ def group_sizes(config: Mapping[str, Any], *, dtype: str | None = None) -> list[
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingSize:
-    """The size of an encoder's output for an image or a sound: ``row_bytes`` for each row. ``rows`` is None
-    if it depends on the input."""
+    """The size of an encoder's output for an image or a sound. Each row has ``row_bytes``. ``rows`` is None
+    if the number of rows depends on the input."""
 
     row_bytes: int
     rows: int | None
 
     @property
     def input_bytes(self) -> int | None:
-        """The bytes of one input, in whole pages of the default size; None if its rows are not known."""
+        """The bytes of one input, in whole pages of the default size; None if ``rows`` is None."""
         chunk = DEFAULT_CHUNK_TOKENS
         return None if self.rows is None else -(-self.rows // chunk) * chunk * self.row_bytes
 
 
 def embedding_size(config: Mapping[str, Any]) -> EmbeddingSize | None:
-    """Return the size of the embeddings of a model's encoder, None for a model without one. Embeddings have
-    the model's dtype, not that of KV. Models like Qwen3-VL append the outputs of some inner layers
-    (``deepstack_visual_indexes``) to each row. Llama 3.2 Vision cuts an image into tiles: ``rows`` is for the
-    largest number of tiles.
+    """Return the size of the embeddings of a model's encoder; None for a model without an encoder. Embeddings
+    have the model's dtype, even if KV has another one. Models like Qwen3-VL append the outputs of some inner
+    layers (``deepstack_visual_indexes``) to each row. Llama 3.2 Vision cuts an image into tiles: ``rows`` is
+    for the largest number of tiles.
 
     >>> gemma = {"vision_config": {}, "text_config": {"hidden_size": 5376, "dtype": "bfloat16"}}
     >>> embedding_size({**gemma, "mm_tokens_per_image": 256})
@@ -178,14 +178,15 @@ def embedding_size(config: Mapping[str, Any]) -> EmbeddingSize | None:
     return EmbeddingSize(int(spec.token_bytes), int(rows) if rows else None)
 
 
-_PATCHES = 4096  # assumed if images differ in size
-_GATED = ("silu", "swish")  # activations of encoders whose MLP has a third matrix
+_PATCHES = 4096  # assumed number of an image's patches, if images differ in size
+_GATED = ("silu", "swish")  # encoders with these activations have a third matrix in their MLPs
 
 
 def embedding_worth(config: Mapping[str, Any], modality: str = "image") -> int:
-    """Return the ``worth`` of a model's embeddings (:class:`~tierstore.spec.LayerGroup`): log2 of how many
-    more operations a byte of them takes than a byte of KV. ``config`` is a ``config.json`` with the defaults
-    of its model. 0 if it does not say how large the encoder and the language model are.
+    """Return the ``worth`` of a model's embeddings (:class:`~tierstore.spec.LayerGroup`): log2 of the ratio
+    of operations per byte of an embedding to operations per byte of KV. ``config`` is a ``config.json`` with
+    the defaults of its model. Return 0 if the configuration lacks the sizes of the encoder or the language
+    model.
 
     >>> encoder = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27}
     >>> text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "head_dim": 256}
@@ -203,12 +204,12 @@ def embedding_worth(config: Mapping[str, Any], modality: str = "image") -> int:
         embedding = _row_operations(config, encoder) / row
         kv = _token_operations(text) / sum(size.token_bytes for size in group_sizes(config))
         return min(max(round(math.log2(embedding / kv)), 0), MOST_WORTH)
-    except (SpecError, TypeError, ValueError, ArithmeticError):  # of fields that are missing or no numbers
+    except (SpecError, TypeError, ValueError, ArithmeticError):  # a field is missing or is not a number
         return 0
 
 
 def _row_operations(config: Mapping[str, Any], encoder: Mapping[str, Any]) -> float:
-    """Return the encoder's operations for a row of an embedding."""
+    """Return the encoder's operations for one row of an embedding."""
     width = _first(encoder, "embed_dim", "d_model", "hidden_size")
     layers = _first(encoder, "depth", "encoder_layers", "num_hidden_layers")
     if encoder.get("mlp_ratio"):
@@ -219,7 +220,7 @@ def _row_operations(config: Mapping[str, Any], encoder: Mapping[str, Any]) -> fl
     patches = int(encoder.get("max_source_positions") or _PATCHES)
     if "image_size" in encoder:
         patches = (positive(encoder, "image_size") // positive(encoder, "patch_size")) ** 2
-    # Layers with windows see few patches.
+    # Only these layers attend to all patches; in other layers, attention is cheap.
     full = len(encoder.get("fullatt_block_indexes") or range(layers))
     rows = config.get("mm_tokens_per_image")
     merged = patches / rows if rows else (encoder.get("spatial_merge_size") or 1) ** 2
@@ -227,7 +228,7 @@ def _row_operations(config: Mapping[str, Any], encoder: Mapping[str, Any]) -> fl
 
 
 def _token_operations(text: Mapping[str, Any]) -> float:
-    """Return the language model's operations for a token, without scores of attention and logits."""
+    """Return the language model's operations for one token, without attention scores and logits."""
     width, heads = positive(text, "hidden_size"), positive(text, "num_attention_heads")
     attention = 2 * width * head_dim_of(text) * (heads + kv_heads_of(text))
     mlp = 3 * width * _first(text, "moe_intermediate_size", "intermediate_size")
@@ -236,10 +237,10 @@ def _token_operations(text: Mapping[str, Any]) -> float:
 
 
 def _first(config: Mapping[str, Any], *names: str) -> int:
-    """Return the first of these fields that has a value."""
+    """Return the value of the first of these fields that has one."""
     return positive(config, next((name for name in names if config.get(name) is not None), names[-1]))
 
 
 def fitting(capacity: int, session_bytes: Iterable[int]) -> int:
-    """Return how many sessions fit."""
+    """Return how many sessions fit ``capacity``."""
     return capacity // max(sum(session_bytes), 1)

@@ -1,4 +1,4 @@
-"""The layout of one page of a model's KV cache: which layers it has, how many bytes, and where they are.
+"""The byte layout of a page of a model's KV cache: its layers, its size, and the position of each tile.
 
 A page holds the keys and values of one chunk (``chunk_tokens`` consecutive tokens) for **all** layers,
 contiguous, in this order::
@@ -7,16 +7,16 @@ contiguous, in this order::
 
     [layer]([K|V][kv_head][token][head_dim], then scales [K|V][kv_head][token])     where KV is quantised
 
-So a page is one copy over PCIe or to disk, and one (layer, K|V, head) *tile* is a contiguous
-``chunk_tokens × head_dim`` matrix for an attention kernel. Layers that store their state in different ways
-are in different :class:`LayerGroup` objects. The groups of a page follow one another in the given order. If
-each group has pages of its own, :meth:`KVSpec.split` returns their layouts.
+So one copy moves a page over PCIe or to disk, and each (layer, K|V, head) *tile* is a contiguous
+``chunk_tokens × head_dim`` matrix for an attention kernel. Each :class:`LayerGroup` has the layers that store
+their state in the same way. The layer groups of a page follow one another in the given order. If each layer
+group has its own pages, :meth:`KVSpec.split` returns their layouts.
 
 The pages of cross-attention layers hold KV of an encoder's rows instead of tokens. Each input of a prompt (an
-image, say) has pages of its own, and a prompt without inputs has none.
+image, say) has its own pages in these layers, and a prompt without inputs has none.
 
-Outputs of an encoder are no KV, and have a spec of their own: :meth:`KVSpec.embedding`. A
-page then holds ``chunk_tokens`` rows, ``[row][width]``.
+The outputs of an encoder (embeddings) are not KV, and have their own spec: :meth:`KVSpec.embedding`. A page
+then holds ``chunk_tokens`` rows, ``[row][width]``.
 
 >>> spec = KVSpec.uniform(layers=2, kv_heads=2, head_dim=64, dtype="float32")
 >>> spec.page_bytes
@@ -41,8 +41,8 @@ from tierstore.errors import SpecError
 
 DEFAULT_CHUNK_TOKENS = 64
 
-MIN_BYTES_PER_TOKEN = 32  # least size of a page: its token ids are kept in memory besides its bytes
-MAX_TOKENS_OF_SMALL_PAGE = 128  # a page this small takes 4 KiB in every tier
+MIN_BYTES_PER_TOKEN = 32  # least page bytes per token, because memory also holds the page's token ids
+MAX_TOKENS_OF_SMALL_PAGE = 128  # allowed in any page, because the smallest page takes 4 KiB in every tier
 
 DTYPE_BITS: Mapping[str, int] = {
     "float32": 32,
@@ -51,7 +51,7 @@ DTYPE_BITS: Mapping[str, int] = {
     "float8_e4m3fn": 8,
     "float8_e5m2": 8,
     "int8": 8,
-    "int4": 4,  # the first of two numbers is the low half of their byte
+    "int4": 4,  # two numbers in a byte, the first in its low half
     "uint8": 8,  # for opaque pages
 }
 
@@ -60,7 +60,7 @@ MOST_WORTH = 7
 
 
 class LayerKind(str, enum.Enum):
-    """How a layer remembers the past."""
+    """The state that a layer stores for earlier tokens."""
 
     FULL_ATTENTION = "full_attention"  # K and V of every token (MHA, GQA, MQA)
     SLIDING_WINDOW = "sliding_window"  # K and V; only the last `window` tokens are read
@@ -68,8 +68,8 @@ class LayerKind(str, enum.Enum):
     MLA_LATENT = "mla_latent"  # one latent vector per token instead of K and V
     RECURRENT_STATE = "recurrent_state"  # a state of fixed size, valid at a chunk's end
     CROSS_ATTENTION = "cross_attention"  # K and V of an encoder's rows, for each input of a prompt
-    EMBEDDING = "embedding"  # rows that an encoder made of one input: not of a prompt's tokens
-    OPAQUE = "opaque"  # bytes in another engine's own order
+    EMBEDDING = "embedding"  # rows that an encoder computed from one input, instead of KV
+    OPAQUE = "opaque"  # bytes whose layout only the engine knows
 
 
 _KEYS_AND_VALUES = (
@@ -101,10 +101,11 @@ class LayerGroup:
     ``layers`` are indices into the model's layers, ascending. ``head_dim`` is the width of one vector: of a
     head's K or V, of the latent (with its RoPE part) for MLA, or of an embedding. ``window`` is in tokens,
     and only for sliding windows and attention chunks. ``state_bytes`` is per layer, and only for recurrent
-    state, which has no tokens, and for opaque pages.
+    states and opaque pages.
 
-    ``worth`` is only for embeddings: how much longer a byte of them takes to compute than a byte of the KV of
-    text, 0 to 7 doublings. The default policy keeps a page of worth n like one with 2ⁿ times as many uses.
+    ``worth`` is only for embeddings. A byte of the embedding takes 2 to the power of ``worth`` (0 to 7) times
+    as long to compute as a byte of KV. The default policy keeps such a page like a page with 2 to the power
+    of ``worth`` times as many uses.
     """
 
     kind: LayerKind
@@ -122,24 +123,25 @@ class LayerGroup:
 
     @property
     def label(self) -> str:
-        """The content of its layers, for people: ``full attention``, ``sliding window 1,024``."""
+        """The kind of its layers, for people: ``full attention``, ``sliding window 1,024``."""
         return self.kind.value.replace("_", " ") + (f" {self.window:,}" if self.window else "")
 
 
 @dataclass(frozen=True)
 class KVSpec:
-    """The page layout of one model. Raise :class:`SpecError` if the parts do not fit together."""
+    """The page layout of one model. Raise :class:`SpecError` if the fields contradict one another."""
 
     groups: tuple[LayerGroup, ...]
     dtype: str
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     hashed: bool = False
-    """Whether the "tokens" of a page are the words of a hash that the engine names it by, and not token
+    """Whether a page stores the words of a hash, by which the engine names the page, in the place of token
     ids."""
     value_dtype: str | None = None
-    """Dtype of V, if it differs from K's."""
+    """Dtype of V; None if it is the same as K's dtype."""
     scaled: bool = False
-    """Whether each vector has a scale. A layer's scales are behind its tiles, so that they move with it."""
+    """Whether each vector has a scale. The scales of a layer follow the layer's tiles, so that one copy moves
+    all of them."""
 
     def __post_init__(self) -> None:
         for dtype in self._dtypes:
@@ -171,25 +173,25 @@ class KVSpec:
         value_dtype: str | None = None,
         scaled: bool = False,
     ) -> KVSpec:
-        """Return the spec of a model whose layers are all full attention with the same heads (Llama, Qwen,
-        Mistral)."""
+        """Return the spec of a model in which all layers have full attention with the same heads (Llama,
+        Qwen, Mistral)."""
         group = LayerGroup(LayerKind.FULL_ATTENTION, tuple(range(layers)), kv_heads, head_dim)
         return cls((group,), dtype, chunk_tokens, value_dtype=value_dtype, scaled=scaled)
 
     @classmethod
     def opaque(cls, page_bytes: int, *, chunk_tokens: int, hashed: bool = False) -> KVSpec:
-        """Return the spec of another engine's pages. Only their size is known. Such a page is found
-        only as a whole, by the key that the engine gave its chunk, because its bytes cannot be assigned to
-        tokens. The identity (``Identity.codec``) must tell different meanings of the bytes apart."""
+        """Return the spec of another engine's pages. Only their size is known. Such a page is found only as a
+        whole, by the key that the engine gave to its chunk, because its bytes cannot be assigned to tokens.
+        If the same bytes can have different meanings, ``Identity.codec`` must differ between the meanings."""
         group = LayerGroup(LayerKind.OPAQUE, (0,), state_bytes=page_bytes)
         return cls((group,), "uint8", chunk_tokens, hashed)
 
     @classmethod
     def embedding(cls, *, width: int, dtype: str, rows: int = DEFAULT_CHUNK_TOKENS, worth: int = 0) -> KVSpec:
-        """Return the spec of an encoder's outputs: ``rows`` rows of ``width`` numbers on a page. An input has
-        as many pages as its rows need. They are found by its content: :meth:`Store.embedding
-        <tierstore.Store.embedding>`. The ``worth`` of a model's embeddings (see :class:`LayerGroup`) comes
-        from :func:`tierstore.sizing.embedding_worth`.
+        """Return the spec of an encoder's outputs: ``rows`` rows of ``width`` numbers on each page. An input
+        has as many pages as its rows need. The pages are found by the content of the input:
+        :meth:`Store.embedding <tierstore.Store.embedding>`. :func:`tierstore.sizing.embedding_worth` returns
+        the ``worth`` of a model's embeddings (see :class:`LayerGroup`).
 
         >>> KVSpec.embedding(width=4096, dtype="bfloat16").page_bytes
         524288
@@ -206,8 +208,9 @@ class KVSpec:
     ) -> KVSpec:
         """Return the spec of a Hugging Face ``config.json`` (as a mapping).
 
-        ``dtype`` overrides the checkpoint's own. Raise :class:`SpecError` for a configuration that is not
-        understood (:func:`layer_groups`), and for recurrent layers, which keep nothing for a token.
+        ``dtype`` replaces the model's own dtype. Raise :class:`SpecError` for a configuration that this
+        version does not support (:func:`layer_groups`), and for recurrent layers, which store nothing per
+        token.
         """
         groups = sorted(layer_groups(config), key=lambda group: group.window is not None)
         if any(group.kind in _STATES for group in groups):
@@ -218,12 +221,12 @@ class KVSpec:
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of a number of K, or of two numbers if they are narrower than a byte."""
+        """Bytes of one number of K; of two numbers if a number has less than a byte."""
         return max(DTYPE_BITS[self.dtype] // 8, 1)
 
     @property
     def of_inputs(self) -> bool:
-        """Whether pages hold embeddings of inputs, and not KV of prompts."""
+        """Whether pages hold embeddings of inputs instead of KV of prompts."""
         return any(group.kind is LayerKind.EMBEDDING for group in self.groups)
 
     @property
@@ -237,13 +240,13 @@ class KVSpec:
 
     @property
     def token_bytes(self) -> float:
-        """Bytes that one token adds, over all layers but those of cross attention."""
+        """Bytes that one token adds, over all layers except cross-attention layers."""
         groups = (group for group in self.groups if group.kind is not LayerKind.CROSS_ATTENTION)
         return sum(len(group.layers) * self._layer_bytes(group) for group in groups) / self.chunk_tokens
 
     def split(self) -> tuple[KVSpec, ...]:
         """Return one spec for each layer group, in the order of ``groups``, for separate pages of the same
-        chunks. A spec of one group is its own only part.
+        chunks. A spec with one layer group returns only itself.
 
         >>> full, window = LayerGroup(LayerKind.FULL_ATTENTION, (1,), 1, 64), LayerGroup(
         ...     LayerKind.SLIDING_WINDOW, (0,), 1, 64, window=512
@@ -256,7 +259,7 @@ class KVSpec:
         return tuple(replace(self, groups=(group,)) for group in self.groups)
 
     def of_heads(self, heads: range) -> KVSpec:
-        """Return the layout of pages with only these KV heads. Latents and states stay whole.
+        """Return the layout of pages that have only these KV heads, but all of a latent or a state.
 
         >>> spec = KVSpec.uniform(layers=2, kv_heads=4, head_dim=64, dtype="float16")
         >>> spec.of_heads(range(1, 3)).page_bytes / spec.page_bytes
@@ -269,8 +272,8 @@ class KVSpec:
         return replace(self, groups=tuple(groups))
 
     def pieces_of(self, heads: range) -> list[tuple[ByteRange, int]]:
-        """Return the pieces of a page that make up a page of :meth:`of_heads`, each with its first byte
-        there.
+        """Return the pieces of a page that together form a page of :meth:`of_heads`. Each piece has its first
+        byte in that page.
 
         >>> spec = KVSpec.uniform(layers=1, kv_heads=2, head_dim=64, dtype="float16")
         >>> spec.pieces_of(range(1, 2))
@@ -290,19 +293,20 @@ class KVSpec:
         return list(zip(wanted, starts, strict=False))
 
     def layer(self, layer: int) -> ByteRange:
-        """Return where layer ``layer`` (the model's own index) is within a page."""
+        """Return the bytes of layer ``layer`` (the model's own index) within a page."""
         group, start = self._layer_starts[layer]
         return ByteRange(start, start + self._layer_bytes(group))
 
     def tile(self, layer: int, plane: int, head: int) -> ByteRange:
-        """Return where one head's ``chunk_tokens × head_dim`` matrix is. ``plane`` is 0 for K, 1 for V."""
+        """Return the bytes of one head's ``chunk_tokens × head_dim`` matrix. ``plane`` is 0 for K, 1 for
+        V."""
         group, start = self._tiles_of(layer, plane, head)
         sizes = [self._tile_bytes(group, each) for each in range(plane + 1)]
         offset = start + group.kv_heads * sum(sizes[:plane]) + head * sizes[plane]
         return ByteRange(offset, offset + sizes[plane])
 
     def scales(self, layer: int, plane: int, head: int) -> ByteRange:
-        """Return where the scales of the vectors in :meth:`tile` are, one for each token."""
+        """Return the bytes of the scales of the vectors in :meth:`tile`, one scale for each token."""
         if not self.scaled:
             raise SpecError("pages of this layout have no scales")
         group, start = self._tiles_of(layer, plane, head)
@@ -319,8 +323,8 @@ class KVSpec:
         return group, start
 
     def describe(self) -> str:
-        """Return the layout as one line of text, which is part of the identity. Equal lines mean equal
-        bytes."""
+        """Return the layout as one line of text, which is part of the identity. Pages with equal lines have
+        equal layouts."""
         dtype = self.dtype + (f"/{self.value_dtype}" if self.value_dtype else "") + "+scales" * self.scaled
         parts = ["hashed"] * self.hashed + [f"chunk={self.chunk_tokens}", f"dtype={dtype}"]
         for group in self.groups:
@@ -333,8 +337,8 @@ class KVSpec:
 
     @classmethod
     def parse(cls, layout: str) -> KVSpec:
-        """Return the spec whose :meth:`describe` returns this line. Raise :class:`SpecError` for any other
-        text."""
+        """Return the spec for which :meth:`describe` returns this line. Raise :class:`SpecError` for any
+        other text."""
         match = _LAYOUT.fullmatch(layout)
         groups = [_GROUP.fullmatch(part) for part in layout.removeprefix("hashed;").split(";")[2:]]
         if match is None or not all(groups):
@@ -349,7 +353,7 @@ class KVSpec:
                 match["values"],
                 bool(match["scaled"]),
             )
-        except ValueError as error:  # a number with thousands of digits
+        except ValueError as error:  # Python does not parse a number with thousands of digits
             raise SpecError("not a page layout: a number in it is too long") from error
         if spec.describe() != layout:
             raise SpecError(f"not a page layout: {layout!r}")
@@ -411,8 +415,8 @@ def _parsed_group(group: re.Match[str]) -> LayerGroup:
 
 
 def check_page(page_bytes: int, chunk_tokens: int) -> None:
-    """Raise :class:`SpecError` for pages that are so small that the ids of their tokens could outgrow the
-    tier that holds their bytes.
+    """Raise :class:`SpecError` for pages so small that the memory for their token ids could exceed the tier's
+    capacity.
 
     >>> check_page(1 << 20, chunk_tokens=64)
     >>> check_page(4096, chunk_tokens=1024)
@@ -427,7 +431,8 @@ def check_page(page_bytes: int, chunk_tokens: int) -> None:
 
 
 def layers_label(layout: str) -> str:
-    """Describe the pages of a layout (``KVSpec.describe()``'s line) for people; ``–`` if it is no layout."""
+    """Describe the pages of a layout (a ``KVSpec.describe()`` line) for people; return ``–`` if the line is
+    not a layout."""
     try:
         return ", ".join(group.label for group in KVSpec.parse(layout).groups)
     except SpecError:
@@ -435,9 +440,9 @@ def layers_label(layout: str) -> str:
 
 
 def worth_of(layout: str) -> int:
-    """Return the worth (:class:`LayerGroup`) of pages with this ``KVSpec.describe()`` line; 0 if it is no
-    layout. Of several layer groups in one page, the highest counts."""
-    if "/v" not in layout:  # true for nearly all
+    """Return the worth (:class:`LayerGroup`) of pages with this ``KVSpec.describe()`` line; 0 if it is not a
+    layout. If a page has several layer groups, return the highest worth."""
+    if "/v" not in layout:  # nearly all layouts have no worth
         return 0
     try:
         return max(group.worth for group in KVSpec.parse(layout).groups)
@@ -456,13 +461,14 @@ def is_cross(layout: str) -> bool:
 
 
 def is_hashed(layout: str) -> bool:
-    """Return whether this ``KVSpec.describe()`` line is for pages whose "tokens" are the words of a hash."""
+    """Return whether pages of this ``KVSpec.describe()`` line store the words of a hash in the place of token
+    ids."""
     return layout.startswith("hashed;")
 
 
 def has_whole_pages(layout: str) -> bool:
-    """Return whether this ``KVSpec.describe()`` line is for pages that cannot be divided by tokens. A state
-    is valid only behind the last token of its chunk, and a hash has no tokens."""
+    """Return whether pages of this ``KVSpec.describe()`` line cannot be divided by tokens. A state is valid
+    only behind the last token of its chunk, and a hash has no tokens."""
     return is_hashed(layout) or any(f";{kind.value}[" in layout for kind in _STATES)
 
 
@@ -494,18 +500,19 @@ LAYER_KINDS = {
     "attention": LayerKind.FULL_ATTENTION,
     "mamba": LayerKind.RECURRENT_STATE,
 }
-"""Names of layer kinds in a list of a ``config.json``."""
+"""Layer kinds by their names in a ``config.json``."""
 _BLOCKS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}  # in Nemotron-H's hybrid_override_pattern
-_ZAMBA2_PARTS = {"hybrid": ("attention", "mamba")}  # a layer with a shared block before it is two layers
-# Fields of models with different layers, in which no list says which layer is which.
+_ZAMBA2_PARTS = {"hybrid": ("attention", "mamba")}  # a hybrid layer counts as two layers
+# Fields of unsupported models, whose layers differ without a list of their kinds.
 _MIXED = re.compile(r"mamba_|ssm_|attn_layer_(period|offset)|linear_attn_config")
-_STATES_ONLY = ("mamba", "mamba2", "falcon_mamba")  # values of model_type: models without attention
+_STATES_ONLY = ("mamba", "mamba2", "falcon_mamba")  # values of model_type for models without attention
 _FULL = LayerKind.FULL_ATTENTION
-_STATE_BYTES = 4  # a number of a recurrent state, stored as float32 with any model dtype
+_STATE_BYTES = 4  # numbers of a recurrent state are float32, even if the model has another dtype
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the JSON object in a file of a model folder. Raise :class:`SpecError` if there is none."""
+    """Return the JSON object in a file of a model folder. Raise :class:`SpecError` if the file does not have
+    one."""
     try:
         value = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError) as error:
@@ -516,7 +523,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def positive(config: Mapping[str, Any], name: str) -> int:
-    """Return a field of ``config.json`` that must be a positive integer."""
+    """Return a field of a ``config.json``. Raise :class:`SpecError` unless it is a positive integer."""
     value = config.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise SpecError(f"config.json: {name} must be a positive integer, got {value!r}")
@@ -524,15 +531,16 @@ def positive(config: Mapping[str, Any], name: str) -> int:
 
 
 def kv_dtype(config: Mapping[str, Any]) -> str:
-    """Return the dtype of a model's KV. transformers 5 writes ``dtype``, 4.x wrote ``torch_dtype``."""
+    """Return the dtype of a model's KV. transformers 5 writes it as ``dtype``, transformers 4 as
+    ``torch_dtype``."""
     config = config.get("text_config") or config
     return str(config.get("dtype") or config.get("torch_dtype") or "float32")
 
 
 def layer_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
-    """Return the layer groups of a ``config.json``, in the order of their first layers. Layers without a past
-    (the MLP blocks of Nemotron-H) are in none. Raise :class:`SpecError` for a configuration that is not
-    understood."""
+    """Return the layer groups of a ``config.json``, in the order of their first layers. Layers that store
+    nothing (the MLP blocks of Nemotron-H) belong to no group. Raise :class:`SpecError` for a configuration
+    that this version does not support."""
     config = config.get("text_config") or config
     kinds = layer_kinds(config)
     if config.get("kv_lora_rank"):
@@ -550,15 +558,16 @@ def layer_groups(config: Mapping[str, Any]) -> list[LayerGroup]:
 
 
 def head_dim_of(config: Mapping[str, Any]) -> int:
-    """Return the width of a head's keys. The attention of Zamba2 is twice as wide as the model, and has no
-    field for it."""
+    """Return the width of a head's keys. Zamba2 has no field for it: its attention is twice as wide as the
+    model."""
     heads, wide = positive(config, "num_attention_heads"), config.get("model_type") == "zamba2"
     given = None if wide else config.get("head_dim")
     return int(given or positive(config, "hidden_size") * (2 if wide else 1) // heads)
 
 
 def kv_heads_of(config: Mapping[str, Any]) -> int:
-    """Return how many heads have keys and values of their own. Falcon has other fields than the others."""
+    """Return how many heads have their own keys and values. Falcon's configuration has special fields for
+    it."""
     heads = positive(config, "num_attention_heads")
     if "new_decoder_architecture" not in config:
         return int(config.get("num_key_value_heads") or heads)
@@ -568,8 +577,8 @@ def kv_heads_of(config: Mapping[str, Any]) -> int:
 
 
 def blocks(config: Mapping[str, Any]) -> list[str] | None:
-    """Return the names of a Nemotron-H's blocks, each a mixer or an MLP, or of a Zamba2's layers; None for
-    another model."""
+    """Return the names of the blocks of a Nemotron-H model (each is a mixer or an MLP), or of the layers of a
+    Zamba2 model; None for any other model."""
     named = config.get("layers_block_type")
     if named is None and (pattern := config.get("hybrid_override_pattern")):
         named = [_BLOCKS.get(each, each) for each in str(pattern)]
@@ -577,10 +586,10 @@ def blocks(config: Mapping[str, Any]) -> list[str] | None:
 
 
 def layer_kinds(config: Mapping[str, Any]) -> list[LayerKind]:
-    """Return each layer's kind of memory, from the list of layers or the fields that families have instead.
-    A layer with two memories side by side counts as two. (Latents are no kind here: they are a field of the
-    whole model.)"""
-    if config.get("model_type") == "falcon_h1":  # each layer has both, in this order
+    """Return the kind of each layer, from a list of layers or from fields of single model families. A layer
+    with both attention and a state counts as two layers. (MLA layers count as full attention here, because a
+    latent is a field of the whole model.)"""
+    if config.get("model_type") == "falcon_h1":  # each layer has attention and a state
         return [_FULL, LayerKind.RECURRENT_STATE] * positive(config, "num_hidden_layers")
     if (named := blocks(config)) is not None:
         named = [each for each in named if each not in ("mlp", "moe")]
@@ -627,12 +636,12 @@ def _kinds_by_field(config: Mapping[str, Any], layers: int) -> list[LayerKind]:
         return [full if (at + 1) % every == 0 else window for at in range(layers)]
     if not config.get("sliding_window"):
         return [full] * layers
-    first = int(config.get("max_window_layers") or 0)  # Qwen2: layers before it have no window
+    first = int(config.get("max_window_layers") or 0)  # layers of Qwen2 before this one have no window
     return [window if at >= first else full for at in range(layers)]
 
 
 def rope_layers(config: Mapping[str, Any]) -> list[bool]:
-    """Return which layers of a Llama 4 have RoPE."""
+    """Return for each layer of a Llama 4 model whether it has RoPE."""
     layers, every = positive(config, "num_hidden_layers"), int(config.get("no_rope_layer_interval") or 4)
     named = config.get("no_rope_layers") or [(at + 1) % every for at in range(layers)]
     if len(named) != layers:
@@ -647,7 +656,8 @@ def _window(config: Mapping[str, Any], kind: LayerKind) -> int | None:
 
 
 def _state_bytes(config: Mapping[str, Any]) -> int:
-    """Return the state bytes of one layer: a matrix for each head, and the convolution's last inputs."""
+    """Return the state bytes of one layer: of a matrix for each head, and of the last inputs of the
+    convolution."""
     if config.get("linear_num_value_heads"):  # gated delta
         keys = positive(config, "linear_num_key_heads") * positive(config, "linear_key_head_dim")
         values = positive(config, "linear_num_value_heads") * positive(config, "linear_value_head_dim")
@@ -684,14 +694,14 @@ def _state_bytes(config: Mapping[str, Any]) -> int:
 
 
 def _mamba1_bytes(config: Mapping[str, Any], channels: int, size: str, width: str) -> int:
-    """Return the state bytes of one layer with this many channels: each has a column of the state. The names
-    are those of the fields with the other sizes."""
+    """Return the state bytes of one Mamba-1 layer: each of its ``channels`` has a column of the state.
+    ``size`` and ``width`` are names of fields."""
     return channels * (positive(config, size) + positive(config, width) - 1) * _STATE_BYTES
 
 
 def _mamba2_bytes(config: Mapping[str, Any], values: int, size: str, groups: str, width: str) -> int:
-    """Return the state bytes of one layer with this many values. The names are those of the fields with the
-    other sizes."""
+    """Return the state bytes of one Mamba-2 layer with ``values`` values. ``size``, ``groups`` and ``width``
+    are names of fields."""
     state = positive(config, size)
     channels = values + 2 * positive(config, groups) * state
     return (values * state + channels * (positive(config, width) - 1)) * _STATE_BYTES

@@ -9,57 +9,59 @@ from tierstore.core.health import TierHealth
 from tierstore.curve import CurveStats
 
 DECLINED = frozenset(f"{tier} {why}" for tier in ("host", "disk") for why in ("slower", "late"))
-"""The reasons for declined tokens, by tier."""
+"""The keys of ``Counters.declined_tokens``: a tier and a reason."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """All counters since the store was opened. Guarded by the state's lock."""
+    """All counters since the store was opened. The state's lock protects them."""
 
     lookups: int = 0
     lookup_tokens: int = 0
     hit_tokens: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
     declined_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens found but not loaded, by tier and reason: ``disk slower`` (than computing, by the plan),
-    ``disk late`` (the load was cut off at its deadline)."""
+    """Tokens found but not loaded, by tier and reason. ``disk slower``: the planner expected computing to be
+    faster than the disk. ``disk late``: the load reached its deadline."""
     missed_tokens: dict[str, int] = field(default_factory=dict)
-    """Tokens requested and not served, by :class:`~tierstore.explanation.MissReason`. Lookups have found the
-    tokens of ``declined``. All others together are ``lookup_tokens`` minus ``hit_tokens``."""
+    """Tokens requested and not served, by :class:`~tierstore.explanation.MissReason`. Tokens with the reason
+    ``declined`` count as hits of lookups. All other missed tokens together are ``lookup_tokens`` minus
+    ``hit_tokens``."""
     expired_leases: int = 0
     loaded_pages: int = 0
-    loads_cut_short: int = 0  # fewer pages arrived than the hit promised
-    saved_pages: int = 0  # copied into the host tier
-    torn_pages: int = 0  # received over TCP, but did not match the sender's checksum: not stored
+    loads_cut_short: int = 0  # loads with fewer pages than their hit
+    saved_pages: int = 0  # pages copied into the host tier
+    torn_pages: int = 0  # pages received over TCP and not stored, because their checksum did not match
     already_stored_pages: int = 0
-    not_stored_pages: int = 0  # no room in the host tier, or the copy failed
+    not_stored_pages: int = 0  # pages without room in the host tier, or with a failed copy
     disk_written_pages: int = 0
-    disk_encoded_pages: int = 0  # those that a codec has encoded
+    disk_encoded_pages: int = 0  # pages written to disk in the encoding of a codec
     disk_saved_bytes: int = 0  # disk space saved by encoding
     disk_read_pages: int = 0
-    disk_dropped_pages: int = 0  # not written: evicted before its turn, no room, or parent not on disk
-    # not written: computing is faster than reading them, or the budget is used up
+    # pages not written to disk because they were evicted first, found no room, or have no parent on disk
+    disk_dropped_pages: int = 0
+    # pages not written to disk because computing them is faster, or because the write budget was used up
     disk_declined_pages: int = 0
-    disk_write_errors: int = 0  # batches and probes that the disk refused
-    # batches and lookups that could not be read completely: pages are kept, but a miss for now
-    disk_read_errors: int = 0
-    disk_slow_lookups: int = 0  # lookups that used only memory, because the index was not read in time
-    disk_stalls: int = 0  # calls to the disk that did not return for too long
+    disk_write_errors: int = 0  # batches and probes that the disk failed to write
+    disk_read_errors: int = 0  # batches and lookups with pages that the disk failed to read, and still keeps
+    disk_slow_lookups: int = 0  # lookups that used only memory, because reading the index took too long
+    disk_stalls: int = 0  # calls to the disk that took longer than ``stall_s``
     disk_read_only_s: float = 0.0  # seconds without writes to the disk
     disk_offline_s: float = 0.0  # seconds without reads from the disk
-    unpinned_arenas: int = 0  # refused by the device's driver: loads from them use plain copies
-    disk_lost_pages: int = 0  # at open with another capacity: unreadable, or behind such a page
-    damaged_pages: int = 0  # checksum mismatch or truncated: the disk has other bytes than were saved
+    unpinned_arenas: int = 0  # arenas that a device's driver did not pin, so loads from them are slower
+    # pages that could not be read when the disk tier was opened with another capacity, and pages behind them
+    disk_lost_pages: int = 0
+    damaged_pages: int = 0  # pages that the disk returned truncated or with a wrong checksum
     evicted_pages: dict[str, int] = field(default_factory=lambda: {"hbm": 0, "host": 0, "disk": 0})
 
     def decline(self, tokens: Mapping[str, int]) -> None:
-        """Add declined tokens."""
+        """Add to the declined tokens."""
         for why, count in tokens.items():
             self.declined_tokens[why] = self.declined_tokens.get(why, 0) + count
 
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One tier. Bytes are those of allocated slots, which count against the capacity."""
+    """The state of one tier. Bytes count allocated slots, as the capacity does."""
 
     capacity_bytes: int
     used_bytes: int
@@ -69,25 +71,26 @@ class TierStats:
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """A snapshot of a store. ``counters`` are totals since it was opened; see :class:`Counters`."""
+    """A snapshot of a store. ``counters`` are totals since the store was opened; see :class:`Counters`."""
 
     tiers: Mapping[str, TierStats]
-    pages: int  # distinct pages in any tier
+    pages: int  # distinct pages in all tiers
     key_collisions: int
     open_hits: int
     pending_saves: int  # pages on their way into the host tier
     pending_writes: int  # pages on their way to disk
     disk_writable: bool
     health: Mapping[str, TierHealth]  # health of the tiers that can fail
-    health_line: str  # the health for people; empty without such a tier
+    health_line: str  # the health in one line for people; empty if no tier can fail
     failed_tasks: int
     counters: Mapping[str, int | float | Mapping[str, int]]
-    curve: CurveStats = field(default_factory=CurveStats)  # what more memory would be worth
+    curve: CurveStats = field(default_factory=CurveStats)  # hit rates with more memory
     missed_last_hour: Mapping[str, int] = field(default_factory=dict)  # like ``counters.missed_tokens``
 
     @property
     def missed_rows(self) -> tuple[tuple[str, str, str], ...]:
-        """The missed tokens of the last hour as rows for people: reason, tokens, and share of all."""
+        """The missed tokens of the last hour in rows for people: reason, number of tokens, and share of all
+        missed tokens."""
         total = sum(self.missed_last_hour.values())
         return tuple(
             (reason.replace("_", " "), f"{tokens:,}", f"{100 * tokens / total:.1f} %")
@@ -97,10 +100,11 @@ class StoreStats:
 
 @dataclass(frozen=True, slots=True)
 class ClusterStats:
-    """The shared store, through which hosts exchange pages. ``counts`` are since the start: pages and bytes
-    fetched and published, pages ``damaged``, ``refused`` (no room there) and ``dropped`` (too many to
-    publish), lookups, late ones, agents that ended, and agents that were killed. With an object store also
-    bundles whose heads were read, and objects ``damaged``, ``deleted`` (for their room) and ``expired``."""
+    """A snapshot of the shared store, through which hosts exchange pages. ``counts`` are totals since the
+    start. They count pages and bytes fetched and published, lookups, late lookups, and agents that ended or
+    were killed. Pages were ``damaged``, ``refused`` (no room in the shared store) or ``dropped`` (too many
+    waited to be published). With an object store, they also count bundles whose heads were read, and objects
+    ``damaged``, ``deleted`` (to make room) and ``expired``."""
 
     url: str
     online: bool
@@ -111,7 +115,7 @@ class ClusterStats:
 
     @property
     def line(self) -> str:
-        """The state in one line, for people."""
+        """The state of the shared store in one line, for people."""
         state = "online" if self.online else "offline"
         return f"cluster {self.url}: {state}{f' ({self.trouble})' if self.trouble else ''}"
 
@@ -121,10 +125,10 @@ _OUT = {"host": ("loaded_pages",), "disk": ("disk_read_pages",)}
 
 
 class StoreRates:
-    """Rates between two snapshots of a store, per second. Without ``before``: since it was opened.
+    """Rates per second between two snapshots of a store; without ``before``, since the store was opened.
 
-    Counters count pages. So bytes per second are pages per second times the mean size of the pages in the
-    tier now.
+    Counters count pages. So bytes per second are pages per second times the present mean size of the tier's
+    pages.
     """
 
     def __init__(self, now: StoreStats, before: StoreStats | None, seconds: float) -> None:
@@ -137,14 +141,14 @@ class StoreRates:
         return self._now.tiers.keys()
 
     def of(self, name: str) -> float:
-        """Return the rate of a counter."""
+        """Return the counter's increase per second."""
         new, old = self._pair(name)
         assert not isinstance(new, Mapping)
         assert not isinstance(old, Mapping)
         return (new - old) / self._seconds
 
     def by_tier(self, name: str) -> dict[str, float]:
-        """Return the rates of a counter that is kept by tier."""
+        """Return the increase per second of a counter with a value for each tier."""
         new, old = self._pair(name)
         assert isinstance(new, Mapping)
         before = old if isinstance(old, Mapping) else {}
@@ -152,7 +156,7 @@ class StoreRates:
 
     @property
     def hit_rate(self) -> float | None:
-        """Tokens found over tokens requested; None if none were requested."""
+        """Tokens found over tokens requested; None if no tokens were requested."""
         asked = self.of("lookup_tokens")
         return sum(self.by_tier("hit_tokens").values()) / asked if asked else None
 

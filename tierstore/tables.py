@@ -1,8 +1,8 @@
-"""Tables of text for terminals, pipes and logs. No cell is ever cut short.
+"""Tables of text for terminals, pipes and logs. No cell is ever shortened.
 
-A table wider than the terminal is printed in blocks, one below the other. Each block has the columns of
-words and as many columns of numbers as fit. If not even one column fits beside the words, each row becomes a
-record. In a pipe or a log every row is one line.
+A table wider than the terminal is printed in blocks, one below the other. Each block has the columns of words
+and as many columns of numbers as fit. If no column of numbers fits beside the words, each row is printed as a
+list of names and values. In a pipe or a log every row is one line.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _GAP = "  "
 
 
 def terminal_width(stream: TextIO | None = None) -> int | None:
-    """Return the columns of the terminal behind ``stream`` (default: stdout); None if it is no terminal."""
+    """Return the number of columns of the terminal behind ``stream`` (default: stdout); None if ``stream`` is
+    not a terminal."""
     stream = sys.stdout if stream is None else stream
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
@@ -28,10 +29,10 @@ def terminal_width(stream: TextIO | None = None) -> int | None:
 def table_lines(
     columns: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1, width: int | None = None
 ) -> list[str]:
-    """Return a table as lines. The first ``left`` columns are words, the others are numbers.
+    """Return the lines of a table. The first ``left`` columns have words, all other columns have numbers.
 
-    ``width`` is the longest line, in terminal cells (None: no limit). A cell that is longer keeps a line of
-    its own. Control characters in cells are escaped.
+    ``width`` is the longest line, in terminal cells (None: no limit). A longer cell is still printed in one
+    line. Control characters in cells are escaped.
 
     >>> for line in table_lines(("tier", "pages", "used"), [("host", "1,024", "8 GiB"), ("disk", "7", "–")]):
     ...     print(line)
@@ -73,7 +74,7 @@ def print_table(
     title: str = "",
     stream: TextIO | None = None,
 ) -> None:
-    """Write a table to ``stream`` (default: stdout), as wide as its terminal, under ``title``."""
+    """Write a table under its ``title`` to ``stream`` (default: stdout), at most as wide as the terminal."""
     stream = sys.stdout if stream is None else stream
     lines = table_lines(columns, rows, left=left, width=terminal_width(stream))
     stream.write("\n".join([*([title] if title else []), *lines]) + "\n")
@@ -84,7 +85,8 @@ def _total(widths: Sequence[int]) -> int:
 
 
 def _that_fit(columns: Sequence[int], widths: Sequence[int], room: int | None) -> tuple[list[int], list[int]]:
-    """Split ``columns`` into those that fit into ``room`` beside the words (at least one) and the rest."""
+    """Split ``columns`` into the columns that fit into ``room`` beside the words (at least one) and the
+    rest."""
     fitting: list[int] = []
     for column in columns:
         used = sum(len(_GAP) + widths[each] for each in (*fitting, column))
@@ -101,7 +103,8 @@ def _line(row: Sequence[str], widths: Sequence[int], words: Sequence[int], numbe
 
 
 def _records(cells: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Yield each row as lines of a column's name and the row's cell, with an empty line between rows."""
+    """Yield each row as a list: one line for each column, with its name and the row's cell. An empty line
+    separates rows."""
     names = cells[0]
     longest = max(map(cell_len, names))
     for number, row in enumerate(cells[1:]):

@@ -1,15 +1,15 @@
-"""A transfer: one asynchronous movement of pages between tiers, and how to wait for it.
+"""A transfer: one asynchronous movement of pages between tiers. It can be polled, awaited and cancelled.
 
 Producers (the store's jobs) call :meth:`Transfer.advance` as pages arrive, and :meth:`Transfer.finish` at the
-end. Consumers poll ``done``/``progress``, block in ``wait()``, ``await`` it, or ``cancel()`` it.
+end. Consumers poll ``done`` or ``progress``, block in ``wait()``, ``await`` the transfer, or ``cancel()`` it.
 
-A transfer **always ends**. If the deadline passes or ``cancel()`` is called, its result is what has arrived.
-A failing tier never makes it raise: a short result is a miss. The caller compares the result with what it
-requested.
+A transfer **always ends**. After its deadline or ``cancel()``, its result is what has arrived. A failing tier
+never makes a transfer raise: it gives a short result, which is a miss. The caller compares the result with
+its request.
 
-The deadline needs no timer thread. Any access to the transfer (``done``, ``wait``, ``await``) ends it when
-its time is over; an overdue transfer that is not accessed does no harm. A producer with other reasons to end
-early (a disk that does not answer) has them checked in the same way.
+The deadline needs no timer thread. Any access to a transfer (``done``, ``wait``, ``await``) ends it if its
+deadline has passed; an overdue transfer that no thread accesses does no harm. A producer can have other
+reasons to end a transfer early (a disk that does not answer), which each access checks in the same way.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class TransferState(str, enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a transfer. Pages that needed no copy count as done from the start."""
+    """The progress of a transfer. Pages that need no copy count as done from the start."""
 
     pages_done: int
     pages: int
@@ -50,11 +50,11 @@ class Progress:
 class Transfer(Generic[T]):
     """One movement of ``pages`` pages (``nbytes`` bytes) whose result is a ``T``. Thread-safe.
 
-    ``settle(state)`` is called exactly once, by the thread that ends the transfer, and returns the result. It
-    may take the store's lock, so no thread may end a transfer while it holds that lock.
+    The thread that ends the transfer calls ``settle(state)``, which returns the result. It is called exactly
+    once. It may take the store's lock, so no thread may end a transfer while it holds that lock.
 
-    ``look()`` is called on each access to a running transfer. It may end the transfer, must be cheap, and
-    returns the seconds until it should be called again.
+    Each access to a running transfer calls ``look()``. It must be cheap, may end the transfer, and returns
+    the seconds until it should be called again.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Transfer(Generic[T]):
         self._nbytes = nbytes
         self._pid = os.getpid()
         self._changed = threading.Condition()
-        # Guarded by _changed: everything below.
+        # The lock _changed guards all attributes below.
         self._pages_done = 0
         self._bytes_done = 0
         self._state = TransferState.RUNNING
@@ -86,7 +86,7 @@ class Transfer(Generic[T]):
 
     @classmethod
     def completed(cls, result: T) -> Transfer[T]:
-        """Return a transfer that has nothing to move."""
+        """Return a transfer that has ended with ``result``."""
         transfer = cls(lambda _: result, pages=0, nbytes=0)
         transfer.finish()
         return transfer
@@ -103,7 +103,7 @@ class Transfer(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the result is there (after the last page, ``cancel()`` or the deadline)."""
+        """Whether the transfer has ended: after the last page, ``cancel()`` or the deadline."""
         return self.state is not TransferState.RUNNING
 
     @property
@@ -112,9 +112,9 @@ class Transfer(Generic[T]):
             return Progress(self._pages_done, self._pages, self._bytes_done, self._nbytes)
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the end and return the result. Raise :class:`TimeoutError` when ``timeout`` seconds
-        pass first; the transfer then continues. Raise :class:`StoreClosedError` in a forked child, where it
-        would never end."""
+        """Block until the end and return the result. Raise :class:`TimeoutError` if ``timeout`` seconds pass
+        first; the transfer then continues. Raise :class:`StoreClosedError` in a forked child, in which the
+        transfer would never end."""
         if self._state is TransferState.RUNNING and os.getpid() != self._pid:
             raise StoreClosedError("this transfer was started by another process and can only end there")
         timeout = optional_seconds("timeout", timeout)
@@ -132,15 +132,15 @@ class Transfer(Generic[T]):
         return self._value()
 
     def cancel(self) -> bool:
-        """End now and release what has arrived. Return False if it had already ended."""
+        """End the transfer now, with what has arrived as its result. Return False if it had already ended."""
         return self._end(TransferState.CANCELLED)
 
     def __await__(self) -> Generator[object, None, T]:
         return self._wait_async().__await__()
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` at the end (at once if it has ended), on the thread that ends it, without a
-        lock."""
+        """Call ``callback`` when the transfer ends, on the thread that ends it, without a lock. If the
+        transfer has ended already, call ``callback`` now."""
         with self._changed:
             if self._state is TransferState.RUNNING:
                 self._callbacks.append(callback)
@@ -151,7 +151,8 @@ class Transfer(Generic[T]):
 
     @property
     def stopped(self) -> bool:
-        """Whether moving further pages is pointless. Cheap: checked before every copy."""
+        """Whether the producer should move no further pages. Cheap, so that it can be checked before every
+        copy."""
         return self.done or self._ending
 
     @property
@@ -160,7 +161,7 @@ class Transfer(Generic[T]):
         return None if self._ends is None else max(self._ends - self._clock(), 0.0)
 
     def expect(self, pages: int, nbytes: int) -> None:
-        """Add pages that were not known to be needed before."""
+        """Add pages to the number of pages to move."""
         with self._changed:
             self._pages += pages
             self._nbytes += nbytes
@@ -172,16 +173,16 @@ class Transfer(Generic[T]):
             self._bytes_done += nbytes
 
     def finish(self) -> None:
-        """End the transfer: everything that will arrive has arrived."""
+        """End the transfer, because all pages that can arrive have arrived."""
         self._end(TransferState.DONE)
 
     def watch(self, part: Transfer[Any]) -> None:
-        """Wait for ``part``: each access to this transfer also checks ``part``, until it has ended."""
+        """Make each access to this transfer check ``part``, too, until ``part`` has ended."""
         with self._changed:
             self._watched = [each for each in self._watched if each._state is TransferState.RUNNING]
             if part._state is TransferState.RUNNING:
                 self._watched.append(part)
-                self._changed.notify_all()  # it may be due earlier than the present wait ends
+                self._changed.notify_all()  # the part may be due before a running wait() would look again
 
     # -- inside --------------------------------------------------------------------------------------
 
@@ -201,8 +202,7 @@ class Transfer(Generic[T]):
             self._ending = True
         result = self._settle(state)
         self._watched = []
-        # breaks the cycle between job and transfer, so that neither waits for the garbage collector
-        self._settle = _settled
+        self._settle = _settled  # breaks the reference cycle between job and transfer
         with self._changed:
             self._result = result
             self._state = state
@@ -212,14 +212,14 @@ class Transfer(Generic[T]):
         for callback in callbacks:
             try:
                 callback()
-            except BaseException as error:  # noqa: BLE001  # call the other callbacks in any case
+            except BaseException as error:  # noqa: BLE001  # all other callbacks must be called, too
                 raised = raised or error
         if raised is not None:
             raise raised
         return True
 
     def _next_look_s(self) -> float | None:
-        """Return the seconds until the next check, if nothing happens before."""
+        """Return the seconds until the next access is needed; None if no access is needed before the end."""
         times = [self.remaining_s, self._look() if self._look is not None else None]
         times += [part._next_look_s() for part in self._watched if part._state is TransferState.RUNNING]
         return min((seconds for seconds in times if seconds is not None), default=None)
@@ -252,7 +252,7 @@ def joined(
     deadline_s: float | None,
     clock: Callable[[], float],
 ) -> Transfer[R]:
-    """Return one transfer that ends when all of these have ended."""
+    """Return one transfer that ends when all of ``transfers`` have ended."""
     progress = [transfer.progress for transfer in transfers]
     whole: Transfer[R] = Transfer(
         settle,

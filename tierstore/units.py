@@ -1,4 +1,5 @@
-"""Byte sizes as people write them (``64KiB``, ``1.5 GiB``, ``100GB`` or a number of bytes), and durations."""
+"""Sizes in bytes and durations as people write them: ``64KiB``, ``1.5 GiB``, ``100GB``, a number of bytes,
+``90 s``."""
 
 from __future__ import annotations
 
@@ -29,8 +30,8 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes in ``text``. Raise :class:`UsageError` for text that is no size, or too large a
-    size."""
+    """Return the number of bytes in ``text``. Raise :class:`UsageError` for a text that is not a size, and
+    for a size that is too large."""
     written = str(text)
     shown = repr(written if len(written) <= _SHOWN_CHARACTERS else f"{written[:_SHOWN_CHARACTERS]}…")
     match = _SIZE.fullmatch(written)
@@ -44,7 +45,8 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(nbytes: float) -> str:
-    """Return ``nbytes`` in the largest binary unit in which it is at least 1, with at most three digits."""
+    """Return ``nbytes`` in the largest binary unit that gives a number of at least 1, with at most three
+    digits."""
     for unit, factor in (("TiB", 1 << 40), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if nbytes >= factor:
             return (
@@ -54,7 +56,7 @@ def format_size(nbytes: float) -> str:
 
 
 def written_size(nbytes: float) -> str:
-    """Return :func:`format_size` as it is written on a command line.
+    """Return the result of :func:`format_size` as it is written on a command line.
 
     >>> written_size(8 << 30)
     '8GiB'

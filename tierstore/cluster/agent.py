@@ -1,10 +1,10 @@
 """The agent: a process beside the daemon that uses the shared store. ``python -m tierstore.cluster.agent
 FD``.
 
-It is an ordinary client of the daemon. To *fetch* pages, it makes the shared store write them to staging
-memory, compares each with the expected header, and saves those that match. To *publish* pages, it looks them
-up, copies them to staging memory, and makes the shared store read them there. One agent fetches and another
-publishes, so that a hanging put delays no fetch.
+The agent is an ordinary client of the daemon. To *fetch* pages, it makes the shared store write them to
+staging memory, compares each page with its expected header, and saves the pages that match. To *publish*
+pages, it looks them up in the daemon, copies them to staging memory, and makes the shared store read them
+from there. One agent fetches and another agent publishes, so that a hanging put delays no fetch.
 
 The agent ends when the daemon closes the socket, or when too much staging memory is unusable. It always ends
 with ``os._exit``, because the library's own shutdown takes a second or crashes.
@@ -44,17 +44,18 @@ from tierstore.errors import SharedStoreError, TierStoreError, UsageError
 from tierstore.types import Forgettable
 from tierstore.wire.framing import LENGTH
 
-_QUEUED_PAGES = 256  # pages to publish; more are dropped
-_MOST_NAMES = 2048  # in one request
+_QUEUED_PAGES = 256  # most pages that wait to be published; further pages are dropped
+_MOST_NAMES = 2048  # most names in one request
 _KNOWN_NAMES = 1 << 16
 _KNOWN_S = 30.0
 _LANE_WAIT_S = 5.0
 _WORN_OUT = 3
-_UNNAMED = PlainForm()  # gives pages without a key a name in the queue
+_UNNAMED = PlainForm()  # names pages in the queue that have no sharing key yet
 
 
 class Agent:
-    """Carries out orders. Thread-safe: threads that may hang make the calls to the shared store."""
+    """Carries out the daemon's orders. Thread-safe: calls to the shared store, which may hang, run on
+    separate threads."""
 
     def __init__(self, begin: o.Begin, shared: SharedStore, tell: Tell) -> None:
         self._daemon = begin.daemon
@@ -75,7 +76,7 @@ class Agent:
         threading.Thread(target=self._publish_all, name="tierstore-publish", daemon=True).start()
 
     def do(self, order: o.Look | o.FetchOrder | o.Stop | o.Publish | o.DeleteKeys | o.Resume) -> None:
-        """Start an order."""
+        """Start to carry out an order."""
         match order:
             case o.Look():
                 self._lookers.submit(self._answer, order)
@@ -112,8 +113,8 @@ class Agent:
 
     @contextmanager
     def _noting(self, counts: Counter[str], failed: str) -> Iterator[None]:
-        """Count errors in the block, as ``failed`` if the daemon caused them, and end the block. The thread
-        continues, and the order is answered."""
+        """Count an error in the block and end the block. An error that the daemon caused is counted as
+        ``failed``. The thread continues, so the order is answered."""
         try:
             yield
         except SharedStoreError:
@@ -174,7 +175,8 @@ class Agent:
         self._promised.add(order, objects)
 
     def _there(self, names: Sequence[str]) -> list[bool]:
-        """Return which of these names the shared store has; none if it does not answer."""
+        """Return for each name whether the shared store has it; False for all names if the store does not
+        answer."""
         there: list[bool] = []
         counts: Counter[str] = Counter()
         with self._noting(counts, "failed_calls"):
@@ -204,9 +206,9 @@ class Agent:
     # -- publishing ----------------------------------------------------------------------------------
 
     def _queue(self, order: o.Publish) -> None:
-        """Queue the pages of a prompt, each once: a prompt that is being computed is reported after each
-        step."""
-        # Without a key, no page is in the shared store. The publishing thread makes one.
+        """Queue those pages of a prompt that are not queued yet. While a prompt is computed, the daemon sends
+        an order after each step."""
+        # Without a sharing key, no page is in the shared store. The publishing thread makes the key.
         form = self._forms.of(order.pages) or _UNNAMED
         names = [each.name for each in objects_of(order.pages, form)[: order.count]]
         self._shared.used(names)
@@ -239,7 +241,7 @@ class Agent:
             return
         store = self._stores.of(pages)
         with store.lookup(prompt_of(pages, 0, count)[0]) as hit:
-            # Only hits of named pages have positions. The others have the leading pages.
+            # A hit on named pages has positions, and any other hit has the leading pages.
             held = [objects[at] for at in hit.positions or range(hit.tokens // pages.chunk_tokens)]
             wanted = {each.name for each in missing}
             for first, run in _runs(held, wanted, self._staging):
@@ -272,7 +274,8 @@ class Agent:
 
 
 class _Outgoing:
-    """A lane as the target of a hit's pages from ``first`` on, each behind its header."""
+    """A lane of staging memory as the target of a hit's pages from ``first`` on. Each page is written behind
+    its header."""
 
     def __init__(
         self, first: int, places: Sequence[Memory], objects: Sequence[PageObject], form: ObjectForm
@@ -290,7 +293,7 @@ def _runs(
     held: Sequence[PageObject], wanted: Collection[str], staging: StagingMemory
 ) -> list[tuple[int, list[PageObject]]]:
     """Divide the ``wanted`` pages of a hit into runs of consecutive pages. Return each run with its position
-    in the hit. ``held`` has all pages of the hit. A run fits one lane of the staging memory."""
+    in the hit. ``held`` has all pages of the hit. Each run fits one lane of the staging memory."""
     runs: list[tuple[int, list[PageObject]]] = []
     for at, each in enumerate(held):
         if each.name not in wanted:
@@ -311,7 +314,8 @@ def _origin(pages: o.PromptPages, objects: Sequence[PageObject], run: Sequence[P
 
 @dataclass(slots=True, eq=False)
 class WaitingPrompt:
-    """A prompt to publish: its pages with these ``names``, which ``uses`` later orders had, too."""
+    """A prompt to publish: its pages with these ``names``. ``uses`` counts later orders with some of these
+    pages."""
 
     order: o.Publish
     names: set[str]
@@ -319,18 +323,19 @@ class WaitingPrompt:
 
 
 class PublishQueue:
-    """Prompts to publish, at most ``most`` pages of them. The prompt that was used most goes first, and the
-    oldest of several. Thread-safe."""
+    """Prompts to publish, with at most ``most`` pages in total. The prompt with most uses is published first,
+    and among equals the oldest. Thread-safe."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._changed = threading.Condition()  # guards both
+        self._changed = threading.Condition()  # guards the fields below
         self._waiting: list[WaitingPrompt] = []
-        self._queued: set[str] = set()  # names of the waiting prompts, and of those that are being published
+        self._queued: set[str] = set()  # page names of prompts that wait or are being published
 
     def add(self, order: o.Publish, names: Sequence[str], missing: set[str]) -> int:
-        """Add the ``missing`` pages of an order that are not queued yet, and note a use of those that are.
-        ``names`` are all of its pages. Return how many were dropped, because the queue is full."""
+        """Add the ``missing`` pages of an order that are not queued yet, and count a use of each waiting
+        prompt that has some of its pages. ``names`` has all pages of the order. Return the number of pages
+        that were dropped because the queue is full."""
         with self._changed:
             for each in self._waiting:
                 each.uses += not each.names.isdisjoint(names)
@@ -345,7 +350,7 @@ class PublishQueue:
             return 0
 
     def take(self) -> WaitingPrompt:
-        """Wait for a prompt and return it. Call :meth:`done` when it is published."""
+        """Wait for a prompt and return it. Call :meth:`done` after it was published."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting)
             first = max(self._waiting, key=lambda each: each.uses)

@@ -1,12 +1,13 @@
-"""An index of the pages in the bundles of an object store. Pure: the caller reads listings and heads.
+"""An index of the pages in the bundles of an object store. Pure: the caller reads the bucket's listings and
+the bundles' heads.
 
-An index has at most 2 million pages, which take 90 MB. If there are more, pages of older bundles are not
-found until they are written again. These bundles still count against the store's limits. There may be 131,072
-bundles, which take 75 MB more.
+A bundle is an object with several pages (``bundles.py``). An index has at most 2 million pages, which take 90
+MB. If a bucket has more pages, pages of the oldest bundles are not found until they are written again. These
+bundles still count against the store's limits. There may be 131,072 bundles, which take 75 MB more.
 
-Time is the server's: the newest time in a listing, plus the seconds that this process has counted since. So
-a wrong clock of this host has no effect. Until the server writes a new object, the computed time may be too
-early. Then bundles live longer, never shorter.
+Times are the server's: the newest time in a listing, plus the seconds that this process has counted since
+that listing. So a wrong clock on this host has no effect. If nothing was written to the bucket recently, the
+computed time may be too early. Then bundles are kept for longer, never for less time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ Uses = Annotated[dict[Annotated[str, Meta(max_length=2 * NAME_BYTES)], int], Met
 
 
 class BundlePlace(NamedTuple):
-    """A page's place: its bundle, and its number there."""
+    """The position of a page: its bundle, and its number ``at`` in that bundle."""
 
     bundle: Bundle
     at: int
@@ -42,8 +43,8 @@ class BundlePlace(NamedTuple):
 
 @dataclass(slots=True)
 class StoredBundle:
-    """An object in the store. ``bundle`` is None until the head is read, or if the head cannot be read.
-    ``merged_from`` is ``Bundle.oldest_at``, also if the bundle is not kept."""
+    """A bundle in the object store. ``bundle`` is None until the head is read, or if the head cannot be read.
+    ``merged_from`` is ``Bundle.oldest_at``, even while ``bundle`` is None."""
 
     name: str
     nbytes: int
@@ -55,12 +56,12 @@ class StoredBundle:
 
     @property
     def oldest_at(self) -> float:
-        """The time at which the first of its pages was written."""
+        """The time at which the oldest page of the bundle was written."""
         return min(self.written_at, self.merged_from or self.written_at)
 
 
 class _Table(NamedTuple):
-    """The first 8 bytes of all page names, ascending, and the place of each."""
+    """The first 8 bytes of all page names, ascending, and the position of each page."""
 
     keys: npt.NDArray[np.uint64]
     places: npt.NDArray[np.uint64]
@@ -68,15 +69,15 @@ class _Table(NamedTuple):
 
 
 class BundleIndex:
-    """The known bundles, and the pages in each. The caller serialises all changes. Any thread may call
-    :meth:`find` at any time, because the table that it reads is replaced as a whole."""
+    """The known bundles and their pages. The caller serialises all changes. Any thread may call :meth:`find`
+    at any time, because a change replaces the whole table that it reads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._stored: dict[str, StoredBundle] = {}
         self._newest = (0.0, 0.0)  # the server's newest time, and this process's clock at that moment
         self._table = _Table(np.empty(0, np.uint64), np.empty(0, np.uint64), ())
-        self._read_pages = 0  # of bundles whose names are in memory
+        self._read_pages = 0  # number of pages in bundles whose names are in memory
         self.nbytes = 0
 
     def __len__(self) -> int:
@@ -88,21 +89,21 @@ class BundleIndex:
 
     @property
     def excess(self) -> int:
-        """The number of bundles beyond the limit of an index."""
+        """The number of bundles beyond an index's limit."""
         return max(len(self._stored) - MOST_BUNDLES, 0)
 
     @property
     def now(self) -> float:
-        """The server's time, in seconds since 1970, or an earlier one."""
+        """The server's time in seconds since 1970. It may be too early, but is never too late."""
         server, seen = self._newest
         return server + self._clock() - seen
 
     # -- changes -------------------------------------------------------------------------------------
 
     def listed(self, entries: Iterable[tuple[str, int, float]], began: float) -> list[StoredBundle]:
-        """Update the index from a listing (name, size, time of writing) that ``began`` at this time of the
-        clock. Return the bundles whose heads must be read, the newest first. Ignore objects that are not
-        bundles."""
+        """Update the index from a listing (name, size, time of writing). The listing ``began`` at this time
+        of the clock. Return the bundles whose heads must be read, the newest first. Objects that are not
+        bundles are ignored."""
         seen = set()
         for name, nbytes, written_at in entries:
             if not is_bundle(name):
@@ -128,28 +129,29 @@ class BundleIndex:
         return sorted(unread, key=lambda each: each.written_at, reverse=True)
 
     def read(self, name: str, bundle: Bundle | None) -> None:
-        """Record the head of a bundle, or None if it is unreadable. After the last one, call
+        """Record the head of a bundle, or None if the head is unreadable. After the last head, call
         :meth:`rebuild`."""
         stored = self._stored.get(name)
         if bundle is not None:
             if stored is not None:
                 stored.merged_from = bundle.oldest_at
             self._read_pages += bundle.pages
-            if self._read_pages > 2 * _MOST_PAGES:  # more than the table takes, also of newer ones
+            if self._read_pages > 2 * _MOST_PAGES:  # far more than fit the table
                 self._read_pages -= bundle.pages
                 bundle = None
         if stored is not None:
             stored.bundle, stored.unreadable = bundle, bundle is None
 
     def discard(self, bundle: Bundle) -> None:
-        """Forget the pages of a bundle until it is written again. The bundle still counts."""
+        """Forget the pages of a bundle until it is written again. The bundle still counts against the
+        limits."""
         stored = self._stored.get(bundle.name)
         if stored is not None and stored.bundle is bundle:
             self.read(bundle.name, None)
             self.rebuild()
 
     def add(self, bundle: Bundle) -> None:
-        """Record a bundle that was written now."""
+        """Record a bundle that this process has just written."""
         self.remove([bundle.name], rebuild=False)
         self._stored[bundle.name] = StoredBundle(
             bundle.name, bundle.nbytes, self.now, self._clock(), bundle, merged_from=bundle.oldest_at
@@ -166,19 +168,19 @@ class BundleIndex:
             self.rebuild()
 
     def note_time(self, written_at: float) -> None:
-        """Record a time of the server."""
+        """Record a time that the server has reported."""
         if written_at > self.now or not self._newest[0]:
             self._newest = written_at, self._clock()
 
     def rebuild(self) -> None:
-        """Make the table for :meth:`find`. It takes 0.3 s for a million pages (on a busy EPYC)."""
+        """Compute the table for :meth:`find`. It takes 0.3 s for a million pages (on a busy EPYC)."""
         bundles: list[Bundle] = []
         pages = 0
         for each in sorted(self._stored.values(), key=lambda each: each.written_at, reverse=True):
             if each.bundle is not None and pages + each.bundle.pages <= _MOST_PAGES:
                 bundles.append(each.bundle)
                 pages += each.bundle.pages
-            elif each.bundle is not None:  # its names would take memory
+            elif each.bundle is not None:  # drop its page names, which take memory
                 each.bundle, each.unreadable = None, True
         self._read_pages = pages
         keys = _keys(b"".join([each.names for each in bundles]))
@@ -193,7 +195,7 @@ class BundleIndex:
     # -- questions -----------------------------------------------------------------------------------
 
     def find(self, names: Sequence[str]) -> list[BundlePlace | None]:
-        """Return the place of each page; None for a page that is in no known bundle."""
+        """Return the position of each page; None for a page that is in no known bundle."""
         table = self._table
         digests = [name_digest(name) for name in names]
         if not len(table.keys) or not digests:
@@ -209,8 +211,8 @@ class BundleIndex:
         return found
 
     def parent(self, bundle: Bundle) -> Bundle | None:
-        """Return a bundle that has the page before this bundle. Return None if there is no such page, or if
-        no known bundle has it."""
+        """Return a bundle that has the page before the first page of this bundle. Return None if there is no
+        such page, or if no known bundle has it."""
         if not bundle.has_parent:
             return None
         place = self.find([bundle.parent.hex()])[0]
@@ -222,19 +224,20 @@ class BundleIndex:
         return [each.name for each in self._stored.values() if each.oldest_at < ends]
 
     def oldest_at(self, bundles: Iterable[Bundle]) -> float:
-        """Return when the first page of these bundles was written; infinity if none of them is known."""
+        """Return the time at which the oldest page of these bundles was written; infinity if none of them is
+        known."""
         stored = (self._stored.get(each.name) for each in bundles)
         return min((each.oldest_at for each in stored if each is not None), default=float("inf"))
 
     def of_keys(self, ids: Collection[bytes]) -> list[str]:
-        """Return the bundles that these keys seal."""
+        """Return the bundles that are sealed with a key in ``ids``."""
         bundles = (each.bundle for each in self._stored.values())
         return [each.name for each in bundles if each is not None and each.key_id in ids]
 
     def victims(self, nbytes: int, count: int, uses: Mapping[str, float]) -> list[str]:
-        """Return at least ``count`` bundles of at least ``nbytes`` bytes in total: the least used first, and
-        the oldest of these. Bundles that continue a bundle are chosen before it, because no hit could reach
-        them without it."""
+        """Return at least ``count`` bundles of at least ``nbytes`` bytes in total: the least used bundles
+        first, and the oldest among equals. A bundle is chosen after all bundles that continue it, because no
+        hit could reach those without it."""
         children: dict[str, list[str]] = {}
         for each in self._stored.values():
             parent = self.parent(each.bundle) if each.bundle is not None else None
@@ -252,12 +255,12 @@ class BundleIndex:
         return list(chosen)
 
     def superseded(self, before: float) -> list[str]:
-        """Return the bundles whose pages are all in one larger bundle, which was written before the server's
+        """Return the bundles whose pages are all in one larger bundle that was written before the server's
         time ``before``."""
         table, found = self._table, []
         firsts = _keys(b"".join(each.page_name(0) for each in table.bundles))
         starts, stops = (np.searchsorted(table.keys, firsts, side=side) for side in ("left", "right"))
-        for number in np.flatnonzero(stops - starts > 1).tolist():  # its first page is in several bundles
+        for number in np.flatnonzero(stops - starts > 1).tolist():  # the first page is in several bundles
             bundle = table.bundles[number]
             for row in table.places[starts[number] : stops[number]].tolist():
                 other, at = divmod(row, 1 << _PLACE_BITS)
@@ -278,10 +281,10 @@ class BundleIndex:
         )
 
     def mergeable(self, least: int, most_bytes: int, since: float = 0.0) -> list[list[Bundle]]:
-        """Return runs of bundles to merge: each bundle continues the one before it. All pages were written
-        at or after the server's time ``since``. A run has at least ``least`` bundles and at most
-        ``most_bytes`` of pages. It has at least twice the pages of its largest bundle. So a page is written
-        again only if the size of its bundle doubles."""
+        """Return runs of bundles that are worth merging. In a run, each bundle continues the one before it,
+        and all pages were written at or after the server's time ``since``. A run has at least ``least``
+        bundles, at most ``most_bytes`` of pages, and at least twice the pages of its largest bundle. So a
+        page is written again only if the size of its bundle doubles."""
         gone = set(self.superseded(float("inf")))
         small = [
             each
@@ -306,8 +309,8 @@ class BundleIndex:
         return runs
 
     def by_use(self, uses: Mapping[str, float]) -> list[Bundle]:
-        """Return all readable bundles, the most used first, and the newest of these. A bundle follows the
-        bundle that it continues."""
+        """Return all readable bundles, the most used bundles first, and the newest among equals. A bundle
+        never precedes the bundle that it continues."""
         order = sorted(
             (each for each in self._stored.values() if each.bundle is not None),
             key=lambda each: (-uses.get(each.name, 0.0), -each.written_at),
@@ -324,7 +327,7 @@ class BundleIndex:
 
 
 def _cut(line: Sequence[Bundle], least: int, most_bytes: int) -> list[list[Bundle]]:
-    """Cut a line of bundles into runs to merge (:meth:`BundleIndex.mergeable`)."""
+    """Cut bundles that continue one another into runs to merge (:meth:`BundleIndex.mergeable`)."""
     runs, start = [], 0
     while start <= len(line) - least:
         stop, sizes = start, [0]
@@ -345,7 +348,8 @@ def is_bundle(name: str) -> bool:
 
 
 def _descendants_first(name: str, children: Mapping[str, list[str]], but: Mapping[str, None]) -> list[str]:
-    """Return a bundle and its descendants, except ``but``. Each bundle follows its descendants."""
+    """Return a bundle and its descendants, except those in ``but``. Each bundle comes after its
+    descendants."""
     found: dict[str, None] = {}
     waiting = [name]
     while waiting:
@@ -363,11 +367,11 @@ def _keys(names: bytes) -> npt.NDArray[np.uint64]:
 
 
 def encode_uses(uses: Mapping[str, int]) -> bytes:
-    """Encode the most used bundles and their uses, for other hosts."""
+    """Encode the numbers of uses of the most used bundles, for other hosts."""
     most = sorted(uses.items(), key=lambda each: each[1], reverse=True)[:1024]
     return msgspec.msgpack.encode(dict(most))
 
 
 def decode_uses(data: bytes) -> dict[str, int]:
-    """Decode the bytes of :func:`encode_uses`. Raise :class:`msgspec.MsgspecError` for other bytes."""
+    """Decode the result of :func:`encode_uses`. Raise :class:`msgspec.MsgspecError` for any other bytes."""
     return {name: uses for name, uses in msgspec.msgpack.decode(data, type=Uses).items() if uses > 0}

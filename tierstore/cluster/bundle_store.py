@@ -1,22 +1,25 @@
-"""A shared store in a bucket of an object store. A bundle has pages of one prompt (``bundles.py``).
+"""A shared store in a bucket of an object store. A bundle is an object with pages of one prompt
+(``bundles.py``).
 
 ::
 
     PREFIX/bundles/NAME    pages; the index of each agent (``bundle_index.py``) lists them
     PREFIX/uses/ID         how often prompts of one host used each bundle, for warm-up and deletion
 
-With a sharing key, bundles are sealed (``forms.py``), and their keys are in another bucket
-(``shared_keys.py``). After a key was deleted, agents that write also delete its bundles.
+With a sharing key, bundles are sealed, that is encrypted (``forms.py``), and their keys are in another bucket
+(``shared_keys.py``). After a key was deleted, agents that write to the bucket also delete the bundles that it
+sealed.
 
-A lookup asks the index in memory and never the server. A thread lists the bucket every ``refresh_s`` seconds,
-and reads the head of each new bundle.
+A lookup uses the index in memory and never waits for the server. A thread lists the bucket every
+``refresh_s`` seconds and reads the head of each new bundle.
 
-The server's errors are misses. After an error, the store sends no request for 1 s. If the next one fails too,
-the pause doubles, up to 30 s. The reason is the health line.
+Errors of the server are misses. After an error, the store sends no request for 1 s. If the next request fails
+too, the pause doubles, up to 30 s. The daemon's health line shows the error.
 
-**Limits.** Before a bundle is written, others are deleted until it fits ``most_bytes``: the least used first.
-A host learns of other hosts' bundles at its next listing. So hosts together may exceed the limit by the bytes
-that they write within ``refresh_s`` seconds. Objects with other names are neither counted nor deleted.
+**Limits.** Before a bundle is written, other bundles are deleted until it fits ``most_bytes``: the least used
+bundles first. A host learns of other hosts' bundles at its next listing. So all hosts together may exceed the
+limit by the bytes that they write within ``refresh_s`` seconds. Objects with other names are neither counted
+nor deleted.
 """
 
 from __future__ import annotations
@@ -63,28 +66,29 @@ from tierstore.keys import KEY_BYTES
 
 _BUNDLES = "bundles"
 _USES = "uses"
-_HEAD_READ_BYTES = 16 << 10  # head and names of 800 pages, in one request
-_RANGE_BYTES = 2 << 20  # of one request; the readers send several at a time
+_HEAD_READ_BYTES = 16 << 10  # bytes of a bundle's first read: the head and the names of 800 pages
+_RANGE_BYTES = 2 << 20  # most bytes of one request; the readers send several at a time
 _READERS = 8
-_READ_S = 3.0  # of one request; a fetch waits 2 s, and a hanging agent is killed 5 s later
-_PATIENT_READ_S = 60.0  # of one request, if no engine waits for it
+_READ_S = 3.0  # time limit of a request; a fetch waits 2 s, and a hanging agent is killed 5 s later
+_PATIENT_READ_S = 60.0  # time limit of a request that no engine waits for
 _AGAIN_S = (1.0, 30.0)
-_SLACK = 20  # a deletion makes room for a twentieth of the limit
-_MOST_USES = 4096  # bundles whose uses are counted here
+_SLACK = 20  # a deletion frees 1/20 of the limit more than is needed
+_MOST_USES = 4096  # most bundles whose uses this host counts
 _MOST_USE_FILES = 256
 _MOST_LISTED_FILES = 10_000
 _USES_BYTES = 256 << 10
 _USE_HALVES_S = 86400.0  # a use counts half after a day …
 _USE_ENDS_S = 14 * 86400.0  # … and not at all after two weeks
-_MERGED_BYTES = 16 << 20  # of pages in a merged bundle
-_MERGED_LEAST = 4  # bundles that are worth a merge
-_SUPERSEDED_S = 120.0  # and two listings: until then, all hosts have listed the merged bundle
-_USES_S = 60.0  # between two readings of the other hosts' uses
+_MERGED_BYTES = 16 << 20  # most bytes of pages in a merged bundle
+_MERGED_LEAST = 4  # least number of bundles to merge
+_SUPERSEDED_S = 120.0  # after this time plus two listings, all hosts know a merged bundle
+_USES_S = 60.0  # time between two reads of the uses that other hosts have counted
 
 
 @dataclass(frozen=True, slots=True)
 class _BundleRange:
-    """Consecutive pages of a bundle, and their places in the caller's list."""
+    """Consecutive pages of a bundle from page ``at`` on. ``into`` has their positions in the caller's
+    list."""
 
     bundle: Bundle
     at: int
@@ -99,30 +103,31 @@ class BundleStore(SharedStore):
     """The bundles below a prefix in a bucket. The constructor reads the heads of all bundles. It raises
     :class:`UsageError` if the store can never be used.
 
-    With ``watch``, for agents, a thread keeps the index up to date. The server need not answer at the start.
-    Without ``watch``, a request may take 60 s, and the constructor raises :class:`SharedStoreError` if the
-    server does not answer."""
+    Agents open it with ``watch``: a thread keeps the index up to date, and the server need not answer when
+    the store is opened. Without ``watch``, a request may take 60 s, and the constructor raises
+    :class:`SharedStoreError` if the server does not answer.
+    """
 
     def __init__(self, options: SharedStoreOptions, *, watch: bool = True) -> None:
         self.transport = "s3"
         self.bucket = Bucket(S3Address.parse(options.url), _READ_S if watch else _PATIENT_READ_S)
         self.index = BundleIndex()
-        self._options = replace(options, sharing_key=b"")  # SharedKeys keeps it where it cannot be swapped
+        self._options = replace(options, sharing_key=b"")  # only SharedKeys keeps it, in locked memory
         self._lock = threading.Lock()  # guards changes of the index, and the fields below
         self._again_at = 0.0
         self._pause_s = _AGAIN_S[0]
-        self._uses: Counter[str] = Counter()  # since the start, by bundle
+        self._uses: Counter[str] = Counter()  # uses by this host since the start, by bundle
         self._written_uses = 0
         self._uses_name = f"{_USES}/{secrets.token_hex(8)}"
-        self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # when to read again; uses of other hosts
+        self._others: tuple[float, Mapping[str, float]] = (0.0, {})  # next read's time, and other hosts' uses
         self._readers = ThreadPoolExecutor(_READERS, "tierstore-s3")
         if options.sharing_key:
             keys = Bucket(S3Address.parse(options.keys_url), self.bucket.read_s)
             self.keys = SharedKeys(keys, options.sharing_key, self._readers, options.tell, options.held)
-        self._forms = ObjectForms(b"", self.keys)  # of origins, which no secret changes
+        self._forms = ObjectForms(b"", self.keys)  # for origins, which do not depend on a secret
         self._writes = False  # whether this agent has written a bundle
-        self._writing_bytes = 0  # of bundles that are being written, or about to be
-        self._listed = False  # without a listing, the limits are unknown
+        self._writing_bytes = 0  # bytes of bundles that are being written, or about to be
+        self._listed = False  # until the first listing, the bytes in the bucket are unknown
         try:
             self._refresh()
         except BucketError as error:
@@ -149,7 +154,7 @@ class BundleStore(SharedStore):
 
     def put(self, names: Sequence[str], of: Sequence[Memory], origin: o.Origin) -> list[bool]:
         form = self._forms.of(origin.pages)
-        if form is None:  # forgotten meanwhile
+        if form is None:  # another thread has forgotten the pages' key
             return [False] * len(names)
         bundle, head = make_bundle(names, of[0][1], origin, form.seal_origin)
         pages = [memoryview((ctypes.c_char * nbytes).from_address(address)) for address, nbytes in of]
@@ -169,7 +174,7 @@ class BundleStore(SharedStore):
         return [True] * len(names)
 
     def remove(self, name: str) -> None:
-        """Remove the bundle that has this page."""
+        """Remove the whole bundle with this page."""
         place = self.index.find([name])[0]
         if place is not None:
             self._discard(place.bundle)
@@ -186,7 +191,7 @@ class BundleStore(SharedStore):
                 self._uses = Counter(dict(self._uses.most_common(_MOST_USES)))
 
     def origin(self, bundle: Bundle) -> o.Origin:
-        """Read the origin of a bundle. Raise :class:`BundleError` if it has changed."""
+        """Read the origin (prompt and identity) of a bundle. Raise :class:`BundleError` if it was changed."""
         data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.origin_at, bundle.origin_bytes)
         return bundle.origin(bytes(data), partial(opened_origin, keys=self.keys) if bundle.key_id else bytes)
 
@@ -195,7 +200,7 @@ class BundleStore(SharedStore):
         return not bundle.key_id if self.keys is None else self.keys.by_id(bundle.key_id) is not None
 
     def uses(self) -> Mapping[str, float]:
-        """Return how often each bundle was used: by this host, and by others as far as they have written
+        """Return how often each bundle was used by this host, and by other hosts as far as they have reported
         it."""
         now = time.monotonic()
         if self._others[0] <= now:
@@ -231,7 +236,7 @@ class BundleStore(SharedStore):
     # -- reading -------------------------------------------------------------------------------------
 
     def _read(self, part: _BundleRange, into: Sequence[Memory]) -> bool:
-        """Read pages into memory. Return whether all of them have arrived."""
+        """Read pages into memory. Return whether all pages have arrived."""
         bundle = part.bundle
         try:
             data = self.bucket.read(f"{_BUNDLES}/{bundle.name}", bundle.offset(part.at), part.nbytes)
@@ -255,7 +260,7 @@ class BundleStore(SharedStore):
         self._discard(bundle)
 
     def _discard(self, bundle: Bundle) -> None:
-        """Forget a bundle's pages until it is written again."""
+        """Forget the pages of a bundle until it is written again."""
         with self._lock:
             self.index.discard(bundle)
 
@@ -284,7 +289,7 @@ class BundleStore(SharedStore):
             self.keys.refresh()
         began = time.monotonic()
         named = ((_last(each), each.nbytes, each.written_at) for each in self.bucket.list(_BUNDLES))
-        # With more bundles, the next write deletes some, and the next listing shows the rest.
+        # If there are more bundles, the next write deletes some, and a later listing has the rest.
         listing = list(islice((each for each in named if is_bundle(each[0])), 2 * MOST_BUNDLES))
         with self._lock:
             unread = self.index.listed(listing, began)
@@ -297,7 +302,7 @@ class BundleStore(SharedStore):
             with self._lock:
                 self.index.rebuild()
             self._options.tell(o.Counted({"read_heads": len(unread)}))
-        if expired:  # last, because a host may lack the right to delete
+        if expired:  # after everything else, because this host may not be allowed to delete
             self._delete(expired, "expired_objects")
         if self.keys is not None and (self._writes or self.keys.deletes):
             with self._lock:
@@ -306,8 +311,8 @@ class BundleStore(SharedStore):
                 self._delete(unreadable, "forgotten_objects")
 
     def _read_head(self, stored: StoredBundle) -> Bundle | None:
-        """Read the head and names of a bundle. Return None if it is damaged, not of this version, or deleted
-        since the listing."""
+        """Read the head and the page names of a bundle. Return None if it is damaged, of another version, or
+        deleted since the listing."""
         path = f"{_BUNDLES}/{stored.name}"
         try:
             data = bytes(self.bucket.read(path, 0, _HEAD_READ_BYTES))
@@ -328,8 +333,8 @@ class BundleStore(SharedStore):
 
     @contextmanager
     def _under_way(self, nbytes: int) -> Iterator[None]:
-        """Count a bundle of ``nbytes`` against the limit, while it is written in this block: another thread
-        may write one, too."""
+        """Count a bundle of ``nbytes`` against the limit while this block writes it, because other threads
+        write, too."""
         with self._lock:
             self._writing_bytes += nbytes
         try:
@@ -340,13 +345,13 @@ class BundleStore(SharedStore):
 
     @property
     def _excess(self) -> int:
-        """The bytes beyond the limit, with the bundles that are under way."""
+        """The bytes beyond the limit, including bundles that are being written."""
         with self._lock:
             return self.index.nbytes + self._writing_bytes - self._options.most_bytes
 
     def _make_room(self, nbytes: int) -> bool:
-        """Delete bundles until a new one of ``nbytes``, which is under way, fits. Return False if it is
-        larger than the limit. Raise :class:`BucketError` if the bucket does not answer."""
+        """Delete bundles until a new one of ``nbytes``, which :meth:`_under_way` counts, fits. Return False
+        if it is larger than the limit. Raise :class:`BucketError` if the bucket does not answer."""
         most = self._options.most_bytes
         if nbytes > most:
             return False
@@ -367,31 +372,34 @@ class BundleStore(SharedStore):
     # -- compaction ----------------------------------------------------------------------------------
 
     def compact(self) -> None:
-        """Merge one run of small bundles, and delete bundles whose pages are in a merged bundle. Raise
+        """Merge one run of small bundles, and delete bundles whose pages are all in a merged bundle. Raise
         :class:`BucketError` if the bucket does not answer.
 
-        A merged bundle is written before the others are deleted, and what to delete follows from listings
-        alone. So a crash at any point loses no page, and a later call continues. The others stay until all
-        hosts have listed the merged bundle. Hosts that merge the same bundles write the same object."""
+        The merged bundle is written before the small bundles are deleted, and listings alone decide which
+        bundles to delete. So a crash at any point loses no page, and a later call continues. The small
+        bundles stay until all hosts have listed the merged bundle. Hosts that merge the same bundles write
+        the same object.
+        """
         wait_s = _SUPERSEDED_S + 2 * self.bucket.address.refresh_s
         lifetime_s = self._options.lifetime_s
         with self._lock:
             superseded = self.index.superseded(self.index.now - wait_s)
-            # A merged bundle ends with its oldest page: this shortens no page's life by more than half.
+            # A merged bundle expires with its oldest page. So merge no page after half of its lifetime.
             since = self.index.now - lifetime_s / 2 if lifetime_s else 0.0
             runs = self.index.mergeable(_MERGED_LEAST, _MERGED_BYTES, since)
         runs = [run for run in runs if self._has_origin(run[-1])]
         if superseded:
             self._delete(superseded, "superseded_objects")
         if runs:
-            self._merge(secrets.choice(runs))  # other hosts probably choose another
+            self._merge(secrets.choice(runs))  # at random, so that hosts probably merge different runs
 
     def _merge(self, run: Sequence[Bundle]) -> None:
-        """Write the pages of bundles that continue one another as one bundle, if it fits the limit."""
+        """Write one bundle with the pages of ``run``, if it fits the limit. Each bundle in ``run`` continues
+        the one before it."""
         try:
             last = self.origin(run[-1])
             form = self._forms.of(last.pages)
-            if form is None:  # forgotten meanwhile
+            if form is None:  # another thread has forgotten the pages' key
                 return
             if len(last.pages.keys) < KEY_BYTES * sum(each.pages for each in run):
                 raise BundleError("the origin has fewer chunks than the bundles")
@@ -405,11 +413,11 @@ class BundleStore(SharedStore):
             self._damaged(run[-1])
             return
         with self._under_way(bundle.nbytes):
-            if self._excess <= 0:  # otherwise there is room after the next deletion
+            if self._excess <= 0:  # otherwise a later call merges, when deletions have made room
                 self._write_merged(run, bundle, head)
 
     def _write_merged(self, run: Sequence[Bundle], bundle: Bundle, head: bytes) -> None:
-        """Write the ``bundle`` of all pages of a run, behind its ``head``."""
+        """Write ``bundle``, which has all pages of ``run`` behind the bytes ``head``."""
         pages = []
         for part in run:
             try:
@@ -433,7 +441,7 @@ class BundleStore(SharedStore):
     # -- uses ----------------------------------------------------------------------------------------
 
     def _write_uses(self) -> None:
-        """Write the uses of this host to the bucket, if there are new ones."""
+        """Write this host's numbers of uses to the bucket, if there were new uses."""
         with self._lock:
             total = self._uses.total()
             data = encode_uses(self._uses)
@@ -442,8 +450,8 @@ class BundleStore(SharedStore):
             self._written_uses = total
 
     def _read_uses(self) -> Mapping[str, float]:
-        """Read the uses that other hosts have written, and delete files that no longer count. A file that
-        cannot be read does not count."""
+        """Read the numbers of uses that other hosts have written, and delete files that no longer count. A
+        file that cannot be read does not count."""
         listed = islice(self.bucket.list(_USES), _MOST_LISTED_FILES)
         files = sorted(listed, key=lambda each: each.written_at, reverse=True)
         for each in files:
@@ -482,7 +490,7 @@ def _is_whole(bundle: Bundle, data: memoryview) -> bool:
 
 
 def _ranges(places: Sequence[BundlePlace | None], into: Sequence[Memory]) -> Iterator[_BundleRange]:
-    """Yield the ranges to read: consecutive pages of a bundle, about 2 MiB each."""
+    """Yield the ranges of bundles to read: consecutive pages of a bundle, about 2 MiB each."""
     current: _BundleRange | None = None
     for number, place in enumerate(places):
         fits = place is not None and place.bundle.object_bytes == into[number][1]

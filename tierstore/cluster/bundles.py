@@ -1,21 +1,21 @@
-"""A bundle: consecutive pages of one prompt as one object of an object store. Pure functions.
+"""A bundle: an object of an object store with consecutive pages of one prompt. Pure functions.
 
     head ‖ name of each page (20 bytes) ‖ origin (msgpack) ‖ pages, each behind its header (``objects.py``)
 
-The head has the sizes of the other parts and the SHA-256 of the origin, and ends with its own XXH3-64.
-All pages of a bundle have the same size, so the head gives the place of each page. Agents read the heads and
-names of all bundles, and then ranges of pages. A reader does not trust these bytes: it computes the header
-that a page must have, and compares it with the page's header (``objects.py``).
+The head has the sizes of the other parts and the SHA-256 of the origin, and ends with its own XXH3-64. All
+pages of a bundle have the same size, so the head gives the position of each page. Agents read the heads and
+names of all bundles, and then ranges of pages. A reader does not trust the bytes of a page: it computes the
+header that the page must have, and compares it with the page's header (``objects.py``).
 
-In a sealed bundle (``forms.py``), the origin and the pages are encrypted. It says which key opens them.
+In a sealed bundle (``forms.py``), the origin and the pages are encrypted, and the origin begins with the id
+of their key.
 
-The **origin** has the identity of the prompt, and its tokens up to the bundle's end. With the origin, a host
-that has never seen the prompt can fetch the pages (``warm_up.py``). It takes 4 bytes per token of the prompt.
-The host computes the pages' names from the origin. If they differ from the bundle's names, it does not fetch
-the bundle.
+The **origin** has the identity of the prompt and its tokens up to the bundle's end, 4 bytes per token. With
+the origin, a host that has never seen the prompt can fetch the pages (``warm_up.py``). The host computes the
+pages' names from the origin. If these names differ from the bundle's names, it does not fetch the bundle.
 
-A bundle is named by a SHA-256 over its page names and their size. So hosts that write the same pages write
-the same object, and an interrupted or repeated write changes nothing.
+A bundle's name is a SHA-256 over its page names and their size. So hosts that write the same pages write the
+same object, and an interrupted or repeated write changes nothing.
 """
 
 from __future__ import annotations
@@ -44,14 +44,15 @@ _NO_PARENT = bytes(NAME_BYTES)
 
 
 class BundleError(TierStoreError):
-    """An object that is damaged, or is not a bundle of this version."""
+    """An object is damaged, or is not a bundle of this version."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The head and names of a bundle. ``parent`` is the name of the page before the first page, or zeros.
-    ``names`` has 20 bytes for each page. ``oldest_at`` is when the first of its pages was written, in whole
-    seconds since 1970; 0 if all were written with the bundle. ``key_id`` is empty for a plain bundle."""
+    """The head and the page names of a bundle. ``parent`` is the name of the page before the first page, or
+    zeros. ``names`` has 20 bytes for each page. ``oldest_at`` is the time at which the oldest page was
+    written, in whole seconds since 1970; 0 if all pages were written together with the bundle. ``key_id`` is
+    empty for a bundle that is not sealed."""
 
     name: str
     object_bytes: int
@@ -87,8 +88,8 @@ class Bundle:
         return self.names[at * NAME_BYTES : (at + 1) * NAME_BYTES]
 
     def origin(self, data: bytes, opened: Callable[[bytes], bytes | None] = bytes) -> Origin:
-        """Return the origin with the bytes ``data``, which ``opened`` opens. Raise :class:`BundleError` if
-        they have changed, or do not open."""
+        """Return the origin with the encoded bytes ``data``, which ``opened`` decrypts. Raise
+        :class:`BundleError` if the bytes were changed, or cannot be decrypted."""
         if hashlib.sha256(data).digest() != self.origin_digest:
             raise BundleError(f"the origin of bundle {self.name} has changed")
         plain = opened(data)
@@ -103,17 +104,17 @@ class Bundle:
 def make_bundle(
     names: Sequence[str], object_bytes: int, origin: Origin, sealed: Callable[[bytes], bytes] = bytes
 ) -> tuple[Bundle, bytes]:
-    """Return the bundle of these pages, and the bytes that precede its first page. ``object_bytes`` is the
-    size of a page with its header. ``sealed`` gives an encoded origin its form in the bundle."""
+    """Return the bundle of these pages, and the bytes before its first page. ``object_bytes`` is the size of
+    a page with its header. ``sealed`` encrypts the encoded origin, if bundles are sealed."""
     return _bundle_of(b"".join(map(name_digest, names)), object_bytes, origin, sealed)
 
 
 def merged_bundle(
     parts: Sequence[Bundle], last: Origin, oldest_at: float, sealed: Callable[[bytes], bytes] = bytes
 ) -> tuple[Bundle, bytes]:
-    """Return one bundle of the pages of ``parts``, and the bytes that precede its first page. Each part
-    continues the part before it. ``last`` is the origin of the last part, and ``oldest_at`` the time at which
-    the first page was written. For ``sealed`` see :func:`make_bundle`."""
+    """Return one bundle with the pages of all ``parts``, and the bytes before its first page. Each part
+    continues the part before it. ``last`` is the origin of the last part. ``oldest_at`` is the time at which
+    the oldest page was written. ``sealed`` encrypts the encoded origin, if bundles are sealed."""
     names = b"".join(each.names for each in parts)
     parent = object_name(parts[0].parent) if parts[0].has_parent else ""
     count = sum(each.pages for each in parts)
@@ -162,8 +163,8 @@ def read_bundle(name: str, nbytes: int, data: bytes) -> Bundle | int:
 
 
 def _key_id(origin: bytes) -> bytes:
-    """Return the id of the key that opens an origin with these first bytes; empty for a plain origin. A plain
-    origin is a msgpack array and never begins like a sealed one."""
+    """Return the id of the key that decrypts an origin with these first bytes; empty for an origin that is
+    not sealed. Such an origin is a msgpack array and never begins with ``SEALED_MAGIC``."""
     return origin[SEALED_ID] if origin.startswith(SEALED_MAGIC) else b""
 
 

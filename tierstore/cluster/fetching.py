@@ -1,4 +1,4 @@
-"""Fetching pages from the shared store into a daemon: read into staging memory, compare, save."""
+"""Fetch pages from the shared store into a daemon: read them into staging memory, compare, save."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from tierstore.store.buffers import PageSource, copied_frames
 LOOKUP_S = 2.0
 _SAVE_S = 5.0
 _MOST_STORES = 8
-_MOST_IDENTITIES = 512  # of one connection: the daemon keeps all identities of a connection
+_MOST_IDENTITIES = 512  # limit for one connection, because the daemon keeps all identities of a connection
 
 
 class Fetcher:
-    """Fetches pages from the shared store into the daemon of ``stores``, through the memory ``staging``.
+    """Fetches pages from the shared store into the daemon behind ``stores``, through the memory ``staging``.
     Thread-safe."""
 
     def __init__(
@@ -42,9 +42,9 @@ class Fetcher:
         self._forms = forms
 
     def fetch(self, pages: o.PromptPages, first: int, count: int, wait_s: float, counts: Counter[str]) -> int:
-        """Fetch chunks ``first … first + count`` within ``wait_s`` seconds. Return how many have arrived,
-        without a gap. Add what happened to ``counts``. Raise :class:`TierStoreError` if the shared store or
-        the daemon does not answer."""
+        """Fetch chunks ``first … first + count`` within ``wait_s`` seconds. Return the number of consecutive
+        chunks that have arrived. Count successes and errors in ``counts``. Raise :class:`TierStoreError` if
+        the shared store or the daemon does not answer."""
         ends = time.monotonic() + wait_s
         form = self._forms.of(pages)
         objects = objects_of(pages, form)[first : first + count] if form is not None else []
@@ -65,8 +65,8 @@ class Fetcher:
         ends: float,
         counts: Counter[str],
     ) -> int:
-        """Fetch chunks ``first …``, which are the objects ``part``. Return how many have arrived, without a
-        gap."""
+        """Fetch the chunks from ``first`` on that are stored as the objects ``part``. Return the number of
+        consecutive chunks that have arrived."""
         form = self._forms.of(pages)
         with self._staging.lane(room_of(part), max(ends - time.monotonic(), 0)) as lane:
             if lane is None or form is None:
@@ -96,8 +96,8 @@ class Fetcher:
 
 
 class DaemonStores:
-    """Connections to the daemon at ``url``, one for each layout. For a daemon at ``tcp://``, ``keys`` and
-    ``server_key`` are the files with its keys."""
+    """Connections to the daemon at ``url``, one for each layout of pages. For a daemon at ``tcp://``,
+    ``keys`` and ``server_key`` are key files as in :func:`tierstore.connect`."""
 
     def __init__(self, url: str, keys: Path | None = None, server_key: Path | None = None) -> None:
         self._url = url
@@ -107,7 +107,7 @@ class DaemonStores:
 
     def of(self, pages: o.PromptPages) -> Store:
         """Return the store for these pages. Raise :class:`TierStoreError` if the daemon does not answer, and
-        for pages whose size differs from their layout's."""
+        for pages whose size does not fit their layout."""
         identity = Identity(**pages.identity)
         spec = KVSpec.parse(identity.layout)
         if spec.page_bytes != pages.page_bytes:
@@ -144,19 +144,19 @@ class DaemonStores:
 
 
 class _Staged(PageSource):
-    """Pages that have arrived in a lane, as the source of a save."""
+    """Pages that have arrived in a lane of staging memory, as the source of a save."""
 
     def __init__(self, places: Sequence[Memory], checksums: Sequence[int]) -> None:
         self._places = places
-        self._checksums = checksums  # those of the leading pages that match their objects
+        self._checksums = checksums  # checksums of the leading pages that match their objects
 
     @property
     def pages(self) -> int:
-        """The number of leading pages that match their objects. Only these may be saved."""
+        """The number of leading pages that match their objects. Only these pages may be saved."""
         return len(self._checksums)
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        """Copy pages. The result is None for a page that has changed since it was checked."""
+        """Copy pages. The result is None for a page that was changed after its check."""
         copies = [(address, self._places[position][0] + HEADER_BYTES) for position, address in pages]
         copied = copying.copy_and_hash(copies, page_bytes)
         expected = [self._checksums[position] for position, _ in pages]
@@ -183,8 +183,9 @@ def objects_of(pages: o.PromptPages, form: ObjectForm) -> list[PageObject]:
 
 
 def prompt_of(pages: o.PromptPages, first: int, count: int) -> tuple[Prompt, int]:
-    """Return a prompt that ends with these chunks, and the position of the first of them in it. The prompt of
-    a chain begins with its earlier chunks. A prompt of named chunks has no earlier chunks."""
+    """Return a prompt that ends with these chunks, and the position of the first of these chunks in the
+    prompt. A prompt of chained chunks also has all earlier chunks; a prompt of named chunks has only
+    these."""
     start, make = 0, Prompt.with_keys
     if pages.named:
         start, make = first, partial(Prompt.with_names, pages_before=pages.depth + first)
@@ -195,5 +196,5 @@ def prompt_of(pages: o.PromptPages, first: int, count: int) -> tuple[Prompt, int
 
 
 def room_of(objects: Sequence[PageObject]) -> int:
-    """Return the bytes that objects of equal sizes need in a lane."""
+    """Return the bytes that objects of equal size need in a lane of staging memory."""
     return -(-objects[0].nbytes // 64) * 64 * len(objects)

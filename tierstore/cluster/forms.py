@@ -1,18 +1,21 @@
-"""The form of pages in the shared store: plain, or sealed with a shared data key (``shared_keys.py``).
+"""The encoding of pages in the shared store: plain, or sealed (encrypted) with a shared data key
+(``shared_keys.py``).
 
-Both forms have the same sizes: a header of 128 bytes, and the page. A **plain** header states the page's
-identity, position and XXH3-64 (``objects.py``). A **sealed** page is AES-256-GCM of the page, behind::
+In both encodings, an object has a header of 128 bytes and the page. A **plain** header has the page's
+identity, position and XXH3-64 (``objects.py``). A **sealed** page is encrypted with AES-256-GCM, behind this
+header::
 
     magic ‖ page_bytes ‖ name ‖ salt ‖ tag ‖ XXH3-64 of the sealed page ‖ zeros
 
-The tag covers the identity, the position, and the proof of all tokens up to the page's end. So a changed
+The GCM tag covers the identity, the position, and a SHA-256 of all tokens up to the page's end. So a changed
 page, a page under another name, and a page of another tenant are misses. An older copy of the same object
-passes: it is the page of the same tokens, tenant and model.
+passes the check, because it is the page of the same tokens, tenant and model.
 
-Names of sealed pages follow from the data key, too, so they cannot be compared with a guessed prompt. In a
-bundle the prompt's tokens (its origin) are sealed behind ``magic ‖ key id ‖ salt``. A reader of the bucket
-sees the numbers and sizes of pages, which bundle continues which, which bundles have one key, and times and
-counts of uses."""
+The names of sealed pages depend on the data key, so an attacker cannot compare them with the names of a
+guessed prompt. In a bundle, the prompt's tokens (its origin) are encrypted behind ``magic ‖ key id ‖ salt``.
+A program that can read the bucket sees the numbers and sizes of pages, which bundle continues which, which
+bundles have the same key, and the times and numbers of uses.
+"""
 
 from __future__ import annotations
 
@@ -42,24 +45,25 @@ _FACTS = struct.Struct("<32s32sQQQ")  # identity, proof, page_bytes, chunk_token
 
 
 class ObjectForm(Protocol):
-    """How pages of one tenant and model look in the shared store."""
+    """The encoding of pages of one tenant and model in the shared store."""
 
     secret: bytes
-    """The secret in the names of pages, see :func:`~tierstore.cluster.objects.page_objects`."""
+    """The secret that the names of pages hash; see :func:`~tierstore.cluster.objects.page_objects`."""
 
     def write(self, pages: Sequence[tuple[Memory, int, PageObject]]) -> None:
-        """Write each object to its place, from the page at the address behind it. All have one size."""
+        """Encode each object into its memory, from the page at the address behind it in the list. All pages
+        have the same size."""
 
     def open(self, places: Sequence[Memory], objects: Sequence[PageObject]) -> list[int]:
-        """Check objects at their places. Return the XXH3-64 of the leading pages that match. These lie behind
-        their headers then, not sealed."""
+        """Check the objects in ``places``. Return the XXH3-64 of the leading pages that match. These pages
+        are decrypted in place, behind their headers."""
 
     def seal_origin(self, origin: bytes) -> bytes:
-        """Return the form of an encoded origin in a bundle."""
+        """Return the bytes of an encoded origin as they are written to a bundle."""
 
 
 class PlainForm(ObjectForm):
-    """Pages without encryption, under the cluster's ``secret`` if that is not empty."""
+    """Pages that are not encrypted, with the cluster's ``secret`` in their names if it is not empty."""
 
     def __init__(self, secret: bytes = b"") -> None:
         self.secret = secret
@@ -85,7 +89,7 @@ class PlainForm(ObjectForm):
 
 
 class SealedForm(ObjectForm):
-    """Pages that are sealed with ``key``."""
+    """Pages that are encrypted with ``key``."""
 
     def __init__(self, key: DataKey) -> None:
         self._key = key
@@ -120,15 +124,16 @@ class SealedForm(ObjectForm):
 
 
 class ObjectForms:
-    """The forms of pages by tenant and model: sealed if there are ``keys``, otherwise plain."""
+    """The encodings of pages by tenant and model: sealed if there are ``keys``, otherwise plain."""
 
     def __init__(self, secret: bytes, keys: SharedKeys | None) -> None:
         self._plain = PlainForm(secret)
         self._keys = keys
 
     def of(self, pages: PromptPages, *, make: bool = False) -> ObjectForm | None:
-        """Return the form of these pages. Return None if they have no key, and so are not in the shared
-        store. With ``make``, make a key if there is none, and raise :class:`BucketError` if that fails."""
+        """Return the encoding of these pages. Return None if their tenant and model have no key, so that no
+        such page is in the shared store. With ``make``, make a missing key, and raise :class:`BucketError` if
+        that fails."""
         if self._keys is None:
             return self._plain
         scope = scope_of(pages)
@@ -141,8 +146,8 @@ def scope_of(pages: PromptPages) -> Scope:
 
 
 def opened_origin(sealed: bytes, keys: SharedKeys | None) -> bytes | None:
-    """Open the bytes of :meth:`SealedForm.seal_origin`. Return None if they have changed, or if their key is
-    not in ``keys``."""
+    """Decrypt the result of :meth:`SealedForm.seal_origin`. Return None if the bytes were changed, or if
+    their key is not in ``keys``."""
     head = sealed[: SEALED_ID.stop + SALT_BYTES]
     key = keys.by_id(sealed[SEALED_ID]) if keys is not None else None
     return key.open_text(head[-SALT_BYTES:], head, sealed[len(head) :]) if key is not None else None

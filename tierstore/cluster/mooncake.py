@@ -1,8 +1,8 @@
 """Mooncake Store as a shared store, through its Python wheel in this process.
 
-The operator runs ``mooncake_master`` and lends memory with ``mooncake_client`` processes, one per host. This
-is a pure client: it has no segment and no buffer of the library. Calls crash after ``close``, and ``close``
-takes a second, so a process that uses this module ends with ``os._exit``.
+The operator runs ``mooncake_master``, and lends memory with ``mooncake_client`` processes, one on each host.
+This module is a pure client of them: it lends no memory and uses no buffer of the library. Calls crash after
+``close``, and ``close`` takes a second, so a process that uses this module ends with ``os._exit``.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from tierstore.cluster.shared_store import (
 )
 from tierstore.errors import SharedStoreError, UsageError
 
-# The library reads these when it is imported. Without the first two it is 1.3 to 2 times as slow at 1 to 8
-# MiB. Without the others, a lender that is gone takes 30 s, and a missing master 22 s.
+# The library reads these variables when it is imported. Without the pool and the slice size, objects of 1 to
+# 8 MiB take 1.3 to 2 times as long. Without the time limits, a call to a host that is down takes 30 s, and a
+# call to a missing master takes 22 s.
 _ENVIRONMENT = {
     "MC_LOG_LEVEL": "ERROR",
     "MC_TCP_ENABLE_CONNECTION_POOL": "1",
@@ -43,7 +44,8 @@ _INSTALL = (
 
 
 class MooncakeStore(SharedStore):
-    """A client of the master at ``mooncake://HOST:PORT``, or of the leader named at ``etcd://HOST:PORT``."""
+    """A client of the master at ``mooncake://HOST:PORT``, or of the master that ``etcd://HOST:PORT`` names as
+    leader."""
 
     def __init__(self, options: SharedStoreOptions) -> None:
         for name, value in _ENVIRONMENT.items():
@@ -62,7 +64,7 @@ class MooncakeStore(SharedStore):
         code = self._store.setup(host, "P2PHANDSHAKE", 0, 0, options.protocol, options.devices, master)
         if code:
             raise SharedStoreError(f"Mooncake's master at {master} does not answer ({code})")
-        self.exists(["ts1:"])  # the first call takes longer than a lookup waits
+        self.exists(["ts1:"])  # the first call is slow, so no lookup should make it
 
     def exists(self, names: Sequence[str]) -> list[bool]:
         found = self._store.batch_is_exist(list(names))
@@ -86,11 +88,11 @@ class MooncakeStore(SharedStore):
         self._store.remove(name)
 
     def used(self, names: Sequence[str]) -> None:
-        """Do nothing: Mooncake orders its objects by its own reads."""
+        """Do nothing, because Mooncake itself counts the reads of its objects."""
 
 
 def _address_towards(host: str, port: int) -> str:
-    """Return this host's address on the route to another host. Nothing is sent."""
+    """Return this host's address on the route to another host, without sending anything."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port or 1))

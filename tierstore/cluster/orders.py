@@ -18,8 +18,9 @@ class AgentOrder(msgspec.Struct, tag=True, array_like=True):
 
 
 class PromptPages(msgspec.Struct, array_like=True):
-    """The whole chunks of a prompt, from its beginning on: 16 bytes of ``keys`` and ``chunk_tokens`` uint32
-    of ``tokens`` for each. ``named``: named chunks, at depth ``depth`` of the prompt."""
+    """The whole chunks of a prompt, from its beginning on. Each chunk has 16 bytes of ``keys`` and
+    ``chunk_tokens`` uint32 of ``tokens``. With ``named``, these are named chunks, with ``depth`` pages of the
+    prompt before them."""
 
     identity: IdentityFields
     page_bytes: int
@@ -31,8 +32,9 @@ class PromptPages(msgspec.Struct, array_like=True):
 
 
 class Origin(msgspec.Struct, array_like=True):
-    """The prompt of consecutive objects: they are the last ``count`` chunks of ``pages``. ``parent`` is the
-    name of the object before them; empty for a first chunk and for named chunks."""
+    """The prompt that consecutive objects belong to: they are the last ``count`` chunks of ``pages``.
+    ``parent`` is the name of the object before them; empty for a prompt's first chunk and for named
+    chunks."""
 
     pages: PromptPages
     count: int
@@ -40,7 +42,7 @@ class Origin(msgspec.Struct, array_like=True):
 
     @classmethod
     def of(cls, pages: PromptPages, chunks: Sequence[int], parent: str) -> Origin:
-        """Return the origin of these chunks of a prompt, which follow one another if they are chained."""
+        """Return the origin of these chunks of a prompt. Chained chunks must be consecutive."""
         kept = chunks if pages.named else range(chunks[-1] + 1)
         width = pages.chunk_tokens * TOKEN_BYTES
         keys = b"".join([pages.keys[at * KEY_BYTES : (at + 1) * KEY_BYTES] for at in kept])
@@ -54,7 +56,7 @@ MOST_KEYS = 65_536
 HeldKeys: TypeAlias = Annotated[
     list[tuple[Text, Text, Annotated[bytes, Meta(max_length=64)]]], Meta(max_length=MOST_KEYS)
 ]
-"""Tenant, model and id of shared keys."""
+"""Tenant, model and id of each shared key."""
 
 
 class Begin(AgentOrder):
@@ -69,15 +71,15 @@ class Begin(AgentOrder):
     staging_bytes: int
     bytes_per_s: int  # limit of publishing; 0: none
     most_bytes: int = 0  # limit of an object store
-    lifetime_s: float = 0.0  # … and of the age of its objects; 0: none
+    lifetime_s: float = 0.0  # … and limit of the age of its objects; 0: none
     keys_url: Text = ""  # bucket with the keys of sealed pages
-    sharing_key: Payload = b""  # opens them; empty: pages are not sealed
-    held: HeldKeys = msgspec.field(default_factory=list)  # as the last :class:`KeysHeld` has them
+    sharing_key: Payload = b""  # decrypts these keys; empty if pages are not sealed
+    held: HeldKeys = msgspec.field(default_factory=list)  # the keys in the last :class:`KeysHeld`
 
 
 class Look(AgentOrder):
-    """Ask how many chunks from ``first`` on, without a gap, the shared store probably has; for named chunks,
-    which."""
+    """Ask how many consecutive chunks from ``first`` on the shared store probably has; for named chunks, ask
+    which chunks it has."""
 
     id: int
     pages: PromptPages
@@ -85,8 +87,8 @@ class Look(AgentOrder):
 
 
 class FetchOrder(AgentOrder):
-    """Fetch chunks ``first … first + count`` into the daemon's memory, as many as possible. ``promised``:
-    another host is publishing them, so wait for those that are not there yet."""
+    """Fetch as many of the chunks ``first … first + count`` as possible into the daemon's memory. With
+    ``promised``, another host is publishing these chunks, so the agent waits for those that are missing."""
 
     id: int
     pages: PromptPages
@@ -97,21 +99,21 @@ class FetchOrder(AgentOrder):
 
 
 class Stop(AgentOrder):
-    """Cancel the order with this number. It is answered nevertheless."""
+    """Cancel the order with this number. The agent still answers it."""
 
     id: int
 
 
 class Publish(AgentOrder):
-    """Publish the first ``count`` chunks, if other hosts may need them. Not answered."""
+    """Publish the first ``count`` chunks, unless the shared store has them. The agent sends no answer."""
 
     pages: PromptPages
     count: int
 
 
 class DeleteKeys(AgentOrder):
-    """Delete the shared keys that a :class:`~tierstore.types.Forgettable` covers, and those of ``scopes``
-    (tenant and model). Make and use no such key until :class:`Resume`."""
+    """Delete the shared keys that a :class:`~tierstore.types.Forgettable` covers, and the keys of ``scopes``
+    (tenant and model). Until :class:`Resume`, the agent makes and uses no such key."""
 
     id: int
     tenant: Text | None
@@ -120,33 +122,37 @@ class DeleteKeys(AgentOrder):
 
 
 class Resume(AgentOrder):
-    """The daemon has carried out the forget with the ``id`` of a :class:`DeleteKeys` or :class:`Vanished`."""
+    """The daemon has finished the forget that a :class:`DeleteKeys` or :class:`Vanished` with this ``id``
+    began."""
 
     id: int
 
 
 class Ready(AgentOrder):
-    """The agent has opened the shared store. ``trouble`` says why it does not work yet (:class:`Trouble`)."""
+    """The agent has opened the shared store. ``trouble`` says why the shared store does not work yet
+    (:class:`Trouble`); empty if it works."""
 
     transport: Text
     trouble: Text = ""
 
 
 class Away(AgentOrder):
-    """The agent could not open the shared store, and ends. ``hopeless``: another try would fail, too."""
+    """The agent could not open the shared store, and ends. ``hopeless`` says that another attempt would fail,
+    too."""
 
     message: Text
     hopeless: bool
 
 
 class Trouble(AgentOrder):
-    """The shared store does not work at present, for this reason; empty when it works again."""
+    """The reason why the shared store does not work at present; empty when it works again."""
 
     message: Text
 
 
 class Looked(AgentOrder):
-    """``there``: for named chunks, the positions (uint32, ascending) of those in the shared store."""
+    """The answer to :class:`Look`. For named chunks, ``there`` has the positions (uint32, ascending) of the
+    chunks in the shared store."""
 
     id: int
     chunks: int
@@ -159,8 +165,8 @@ class FetchDone(AgentOrder):
 
 
 class KeysDeleted(AgentOrder):
-    """The answer to :class:`DeleteKeys`: the number of deleted ``keys``. ``failed`` says why some may remain;
-    empty if none does."""
+    """The answer to :class:`DeleteKeys`: the number of deleted ``keys``. ``failed`` says why some keys may
+    remain; empty if none remains."""
 
     id: int
     keys: int
@@ -168,7 +174,7 @@ class KeysDeleted(AgentOrder):
 
 
 class Vanished(AgentOrder):
-    """Another host has forgotten a tenant and model. Answered with :class:`Resume`."""
+    """Another host has forgotten this tenant and model. The daemon answers with :class:`Resume`."""
 
     id: int
     tenant: Text
@@ -176,21 +182,20 @@ class Vanished(AgentOrder):
 
 
 class KeysHeld(AgentOrder):
-    """The shared keys that exist now. If one of them is gone when the next agent starts, another host has
-    forgotten its tenant and model meanwhile."""
+    """The shared keys that exist now. If one of these keys is missing when the next agent starts, another
+    host has forgotten the key's tenant and model meanwhile."""
 
     held: HeldKeys
 
 
 class Counted(AgentOrder):
-    """Counts since the last such message."""
+    """Counts since the last :class:`Counted`."""
 
     counts: Annotated[dict[Text, int], Meta(max_length=1024)]
 
 
 class Failed(AgentOrder):
-    """An unexpected error occurred, because of a bug in tierstore or the shared store. The agent
-    continues."""
+    """A bug in tierstore or the shared store has caused an unexpected error. The agent continues."""
 
     message: Text
 

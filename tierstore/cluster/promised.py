@@ -1,11 +1,13 @@
-"""Pages that another host is publishing: ask for them until they have arrived or the time is over.
+"""Fetch pages that another host has promised to publish: repeat the request until they arrive or the time is
+over.
 
-One thread asks the shared store for all prompts in one call: for the first missing page of each, because
-later pages are useless without it. A few other threads fetch the pages. So a prompt costs one name in a call
-instead of a thread, and broken promises do not delay others.
+One thread asks the shared store for all prompts in one call. It asks for the first missing page of each
+prompt, because later pages are useless without it. A few other threads fetch the pages. So a prompt costs one
+name in a call instead of a thread, and a broken promise does not delay other prompts.
 
-The pause before a prompt is asked for again is a twentieth of the time since its last page arrived, between 5
-ms and 50 ms. So asking adds little to a wait, and a prompt that is not computed soon costs little.
+The time until a prompt is asked for again is a twentieth of the time since its last page arrived, but between
+5 ms and 50 ms. So the repeated requests add little to a wait, and a prompt that is not computed soon costs
+little.
 """
 
 from __future__ import annotations
@@ -39,20 +41,20 @@ class PromisedPrompt:
 
     @property
     def finished(self) -> bool:
-        """Whether no more pages are requested, even before the time is over."""
+        """Whether to request no more pages, although the time may not be over."""
         return self.over or self.done == len(self.objects)
 
     def put_off(self, now: float) -> None:
-        """Schedule the next question after one without a new page."""
+        """Set the time of the next request, after a request that found no new page."""
         pause = (now - self.idle_since) * _SHARE
         self.ask_at = now + min(max(pause, _ASK_AGAIN_S[0]), _ASK_AGAIN_S[1])
 
 
 class PromisedPages:
     """The promised prompts of an agent. ``exists`` returns which names the shared store has. ``fetch_remote``
-    fetches the available pages of a prompt from ``done`` on and returns their number, 0 if no more can be
-    fetched. ``ended`` is called once for each prompt. This object's threads call all three, and these must
-    not raise."""
+    fetches the available pages of a prompt from page ``done`` on and returns their number; 0 if no more pages
+    can be fetched. ``ended`` is called once for each prompt. Threads of this object call these functions,
+    which must not raise."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class PromisedPages:
             self._changed.notify()
 
     def stop(self, number: int) -> None:
-        """Cancel a prompt. Pages on their way still arrive."""
+        """Cancel a prompt. Pages that are being fetched still arrive."""
         with self._changed:
             prompt = self._prompts.get(number)
             if prompt is not None:
@@ -103,7 +105,7 @@ class PromisedPages:
         return ended
 
     def _wait_due(self) -> list[PromisedPrompt]:
-        """Return the prompts to ask for now. Wait for the first of them, or for a change."""
+        """Return the prompts to ask for now. If there are none, wait until there may be."""
         with self._changed:
             idle = [prompt for prompt in self._prompts.values() if not prompt.fetching]
             if any(prompt.finished for prompt in idle):
@@ -126,7 +128,7 @@ class PromisedPages:
                     prompt.put_off(now)
 
     def _fetch_one(self, prompt: PromisedPrompt) -> None:
-        # Other prompts may have used the threads for its whole time.
+        # The prompt's time may be over, because other prompts have used all threads.
         late = prompt.over or prompt.ends <= time.monotonic()
         came = 0 if late else self._fetch(prompt)
         with self._changed:

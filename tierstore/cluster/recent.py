@@ -1,5 +1,3 @@
-"""Recently seen keys. Pure."""
-
 from __future__ import annotations
 
 import time
@@ -11,9 +9,9 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 class Recent(Generic[_Key]):
-    """Keys that were noted less than ``seconds`` ago, at most ``most`` of them. An observation of a shared
-    store is valid only for a short time: its pages may disappear at any time, and a restarted master has
-    none.
+    """Keys that were recorded less than ``seconds`` ago, at most ``most`` of them. It remembers observations
+    of a shared store, which are valid only for a short time: pages may disappear at any time, and a restarted
+    Mooncake master has no pages.
 
     >>> at = [0.0]
     >>> seen: Recent[str] = Recent(60.0, 2, clock=lambda: at[0])
@@ -38,7 +36,7 @@ class Recent(Generic[_Key]):
         return len(self._ends)
 
     def note(self, key: _Key) -> None:
-        """Record a key now. It displaces the key that was noted longest ago."""
+        """Record a key now. If there are too many keys, forget the one that was recorded longest ago."""
         self._ends[key] = self._clock() + self._seconds
         self._ends.move_to_end(key)
         if len(self._ends) > self._most:

@@ -1,8 +1,8 @@
-"""A prefix in a bucket, through obstore: list, read ranges, write, delete. Errors have one line.
+"""Access the objects below a prefix in a bucket, through obstore. Errors have one line.
 
 Credentials come from the usual places: the environment (``AWS_ACCESS_KEY_ID``), the profile in
-``~/.aws/credentials``, a web identity, or the role of the container or instance. No message contains them: it
-has an error's kind and S3's code, not obstore's text.
+``~/.aws/credentials``, a web identity, or the role of the container or instance. No error message contains
+credentials: it has the kind of error and S3's error code, but not obstore's text.
 
 Only agents and commands import this module. obstore's calls release the GIL, so several threads can call it
 at the same time.
@@ -24,13 +24,13 @@ from tierstore.errors import SharedStoreError, UsageError
 from tierstore.extras import install
 
 _WRITE_S = 60.0
-_LISTED = 1000  # entries in an answer, as S3 limits them
-_PROFILE_S = 600  # until a profile's file is read again
+_LISTED = 1000  # entries in one answer to a listing; S3 allows no more
+_PROFILE_S = 600  # after this time, the file with the profile is read again
 _CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 _STATUS = re.compile(r"\b[45]\d\d (?:[A-Z][A-Za-z]+ ?){1,4}")
 _UNREADABLE = ("<Code>InvalidRange</Code>", "<Code>InvalidObjectState</Code>")
 _INSTANCE = ("/latest/api/token", "/latest/meta-data", "169.254.170.")
-# Errors about the name of one object: no listing that has it can be read.
+# Errors about the name of one object. obstore cannot read a listing that has such a name.
 _ODD_NAME = ("EmptySegment", "BadSegment", "InvalidPath")
 _ADVICE = {
     "RequestTimeTooSkewed": "set this host's clock",
@@ -46,12 +46,12 @@ class BucketError(SharedStoreError):
 
 
 class NoObjectError(BucketError):
-    """There is no such object, or it cannot be read because it is too short or archived."""
+    """The object does not exist, or cannot be read because it is too short or archived."""
 
 
 class Listed(NamedTuple):
-    """An object of a listing: its path below the prefix, its size, and the time at which it was written, in
-    the server's seconds since 1970. ``tag`` changes with the object."""
+    """An object in a listing: its path below the prefix, its size, and the time at which it was written, in
+    the server's seconds since 1970. A changed object has another ``tag``."""
 
     path: str
     nbytes: int
@@ -60,10 +60,12 @@ class Listed(NamedTuple):
 
 
 class Bucket:
-    """The objects below a prefix. A read takes at most ``read_s`` seconds, and is repeated once. Thread-safe.
+    """The objects below a prefix. A read takes at most ``read_s`` seconds, and is repeated once after an
+    error. Thread-safe.
 
     The constructor raises :class:`UsageError` if obstore is not installed. Every method raises
-    :class:`BucketError` if the server does not answer or refuses."""
+    :class:`BucketError` if the server does not answer or refuses the request.
+    """
 
     def __init__(self, address: S3Address, read_s: float = 10.0) -> None:
         try:
@@ -83,9 +85,8 @@ class Bucket:
         given = {"endpoint": address.endpoint, "region": address.region}
         config: Any = {name: value for name, value in given.items() if value}
         config["virtual_hosted_style_request"] = not address.path_style
-        if (
-            address.endpoint and "AWS_ENDPOINT_URL_S3" in os.environ
-        ):  # would have precedence over ``endpoint``
+        if address.endpoint and "AWS_ENDPOINT_URL_S3" in os.environ:
+            # The variable would have precedence over ``endpoint``.
             config["aws_endpoint_url_s3"] = address.endpoint
 
         def opened(request_s: float, retries: int) -> Any:
@@ -115,9 +116,9 @@ class Bucket:
             self._writing = opened(_WRITE_S, 3)
 
     def list(self, folder: str) -> Iterator[Listed]:
-        """Yield the objects of a folder, as they arrive, and those in folders below it. If obstore cannot
-        read a name below it, such as ``a//b``, the folder itself is listed again without folders below. Then
-        some objects come twice."""
+        """Yield the objects of a folder and of all folders below it, as they arrive. If obstore cannot read
+        one of their names, such as ``a//b``, list the folder again without the folders below it. Some objects
+        are then yielded twice."""
         with self._reporting():
             try:
                 for part in self._api.list(self._reading, folder, chunk_size=_LISTED):
@@ -128,20 +129,20 @@ class Bucket:
                 yield from map(_listed, self._api.list_with_delimiter(self._reading, folder)["objects"])
 
     def read(self, path: str, start: int, length: int) -> memoryview:
-        """Return a range of an object, shorter at its end. Raise :class:`NoObjectError` if there is no such
-        object or range."""
+        """Return a range of an object; shorter if the object ends before. Raise :class:`NoObjectError` if the
+        object or the range does not exist."""
         with self._reporting():
             return memoryview(self._api.get_range(self._reading, path, start=start, length=length))
 
     def write(self, path: str, data: bytes) -> None:
         """Write an object as a whole or not at all."""
         with self._reporting():
-            # Never in parts: the parts of an interrupted upload would stay, and cost room.
+            # Not as a multipart upload: the parts of an interrupted upload would stay in the bucket.
             self._api.put(self._writing, path, data, use_multipart=False)
 
     def create(self, path: str, data: bytes) -> None:
-        """Write an object if there is none with this path. Raise :class:`BucketError` for a bucket that keeps
-        old versions of its objects."""
+        """Write an object unless its path exists. Raise :class:`BucketError` for a bucket that keeps old
+        versions of its objects."""
         with self._reporting():
             try:
                 put = self._api.put(self._writing, path, data, mode="create", use_multipart=False)
@@ -154,7 +155,7 @@ class Bucket:
             )
 
     def delete(self, paths: Sequence[str]) -> None:
-        """Delete objects. Ignore those that do not exist."""
+        """Delete objects. Ignore objects that do not exist."""
         with self._reporting():
             self._api.delete(self._writing, list(paths))
 
@@ -173,7 +174,8 @@ class Bucket:
             raise BucketError(self._described(text)) from None
 
     def _described(self, text: str) -> str:
-        """Describe an error in one line, which has only known parts of its ``text``."""
+        """Describe an error in one line. The line contains only known parts of ``text``, because ``text`` may
+        contain credentials."""
         where = f"bucket {self.address.bucket}"
         if any(part in text for part in _ODD_NAME):
             return f"{where} has an object whose name this program cannot read, such as a//b: remove it"
@@ -199,8 +201,8 @@ def _listed(entry: Mapping[str, Any]) -> Listed:
 
 
 def _profile(environment: Mapping[str, str]) -> Any:
-    """Return a provider of the credentials in a profile: obstore does not read profiles. Return None if there
-    is no profile, or if the environment has credentials or a web identity, which have precedence."""
+    """Return a provider of the credentials in a profile, because obstore does not read profiles. Return None
+    if there is no profile, or if the environment has credentials or a web identity, which have precedence."""
     if environment.get("AWS_ACCESS_KEY_ID") or environment.get("AWS_WEB_IDENTITY_TOKEN_FILE"):
         return None
     name = environment.get("AWS_PROFILE", "default")

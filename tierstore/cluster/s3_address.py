@@ -17,9 +17,9 @@ _DEFAULT_REFRESH_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class S3Address:
-    """A prefix in a bucket. Without ``endpoint`` and ``region``, the environment decides (``AWS_…``).
-    ``path_style``: the bucket is the first part of the path, not of the host name. The agents list the bucket
-    every ``refresh_s`` seconds."""
+    """A prefix in a bucket. The environment (``AWS_…``) replaces a missing ``endpoint`` or ``region``. With
+    ``path_style``, the bucket's name is the first part of the URL's path instead of its host name. Agents
+    list the bucket every ``refresh_s`` seconds."""
 
     bucket: str
     prefix: str = ""
@@ -30,8 +30,8 @@ class S3Address:
 
     @classmethod
     def parse(cls, url: str) -> S3Address:
-        """Parse an address. Raise :class:`UsageError` if it is malformed or has credentials. The message
-        repeats no part of the address that may be secret.
+        """Parse an address. Raise :class:`UsageError` if it is malformed or contains credentials. The error
+        message repeats no part of the address that may be secret.
 
         >>> S3Address.parse("s3://models/kv?endpoint=http://10.0.0.1:8333").prefix
         'kv'
@@ -65,13 +65,13 @@ class S3Address:
 
 
 def _option_name(name: str) -> str:
-    """Return the name of an option for a message. Leave out a name that is not a plain word: it may be a
-    secret."""
+    """Return the name of an option for an error message. Replace a name that is not a plain word, because it
+    may be a secret."""
     return repr(name) if re.fullmatch(r"[a-z_]{1,20}|#", name) else "of that name"
 
 
 def _split(url: str) -> SplitResult:
-    """Split an address. Raise :class:`UsageError` if it has credentials."""
+    """Split an address. Raise :class:`UsageError` if it contains credentials."""
     try:
         place = urlsplit(url)
     except ValueError:

@@ -1,33 +1,37 @@
-"""Data keys that hosts share, in a bucket of their own.
+"""Data keys that hosts share, in a separate bucket.
 
-A daemon with a disk key seals the pages that it publishes (``forms.py``). The pages of a tenant and model are
-sealed with their *shared data key*. It is one object, ``PREFIX/keys/NAME``::
+A daemon with a disk key seals (encrypts) the pages that it publishes (``forms.py``). The pages of a *scope*,
+a tenant and a model, are sealed with the scope's *shared data key*. This key is one object,
+``PREFIX/keys/NAME``::
 
     magic ‖ key id ‖ nonce ‖ AES-256-GCM(data key, tenant, model)
 
-The *sharing key*, which follows from the master key, wraps it. So hosts with the same master key share pages.
-For hosts with another master key all pages are misses. NAME is a keyed hash of the tenant and the model. The
-object is written only if there is none (``If-None-Match``), so hosts that publish at the same time agree on
-one key. Each agent lists the keys every ``refresh_s`` seconds and keeps them in memory. No lookup waits.
+The object is encrypted with the *sharing key*, which is derived from the master key. So hosts with the same
+master key share pages, and for hosts with another master key all these pages are misses. NAME is a keyed hash
+of the tenant and the model. The object is written only if NAME does not exist (``If-None-Match``), so hosts
+that publish at the same time agree on one key. Each agent lists the keys every ``refresh_s`` seconds and
+keeps them in memory. No lookup waits for the server.
 
-**Why the keys have a bucket of their own.** A forget deletes the tenant's objects here. An earlier copy of
-the pages' bucket then has pages and no key. If the keys were in that bucket, its copy would have them, and
-the master key would open them. So :func:`check_keys_url` refuses the same bucket. For the same reason, the
-keys' bucket must keep no old versions; a bucket that does is refused when a key is made.
+**Why the keys have a separate bucket.** A forget deletes the keys of a tenant. If someone has an earlier copy
+of the pages' bucket, this copy then has pages without a key. If the keys were in the pages' bucket, the copy
+would contain them, and the master key would decrypt them. So :func:`check_keys_url` refuses the same bucket.
+For the same reason, the keys' bucket must keep no old versions; making a key in a bucket with versions is
+refused.
 
-**Forget.** :meth:`SharedKeys.forget` deletes the keys. When it returns, the server has confirmed this, and
-this agent has erased its copies. An agent of another host notices at its next listing. It erases its copy,
-and tells its daemon (:class:`~tierstore.cluster.orders.Vanished`). This daemon then forgets the tenant and
-model in its own tiers. In between, the agent uses no new key of this scope, so that no page from before the
-forget is published under it. An agent that cannot list the keys uses none of them after twice ``refresh_s``
-and 5 s. So no host reads the forgotten bundles after this time.
+**Forget.** :meth:`SharedKeys.forget` deletes the keys. When it returns, the server has confirmed the
+deletion, and this agent has erased its copies. An agent of another host notices a missing key at its next
+listing. It erases its copy, and tells its daemon (:class:`~tierstore.cluster.orders.Vanished`). This daemon
+then forgets the tenant and model in its own tiers. Until then, the agent uses no new key of this scope, so
+that no page from before the forget is published under a new key. An agent that cannot list the keys stops
+using them after twice ``refresh_s`` plus 5 s. So no host reads forgotten bundles after this time.
 
-A daemon notes on its disk which keys exist (:class:`~tierstore.cluster.orders.KeysHeld`). So a host that was
-down during a forget notices it when it starts. A key that a listing lacks is read once more before it counts
-as gone, so an incomplete listing is no forget.
+A daemon writes to its disk which keys exist (:class:`~tierstore.cluster.orders.KeysHeld`). So a host that was
+down during a forget notices the forget when it starts. If a key is missing in a listing, the agent reads its
+object before it treats the key as deleted, so an incomplete listing does not cause a forget.
 
-A program that can write the keys' bucket can make all hosts forget. It can also restore a copy of a key from
-before a forget. It cannot read keys, exchange those of two tenants, or make one that hosts use."""
+A program that can write to the keys' bucket can make all hosts forget. It can also restore a copy of a key
+from before a forget. It cannot decrypt keys, exchange the keys of two tenants, or make a key that hosts use.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +64,12 @@ from tierstore.tiers.disk.keyring import (
 
 _KEYS = "keys"
 _MAGIC = b"tierstore key 1\0"
-_MOST_BYTES = 256 << 10  # size of an object: the names of tenants and models have at most 64 KiB
+_MOST_BYTES = 256 << 10  # limit of an object's size: names of tenants and models have at most 64 KiB
 _LATE_S = 5.0
 
 
 class _StoredKey(NamedTuple):
-    """An object of the bucket. ``key`` is None if the sharing key does not open it."""
+    """An object in the keys' bucket. ``key`` is None if the sharing key does not decrypt the object."""
 
     tag: str  # changes with the object
     id: bytes
@@ -75,9 +79,9 @@ class _StoredKey(NamedTuple):
 
 class SharedKeys:
     """The keys in a bucket. Thread-safe. Only :meth:`find`, :meth:`by_id` and :meth:`resume` never wait for
-    the server. The other methods raise :class:`BucketError` if it does not answer. ``held`` are the keys that
-    this host knew last: tenant, model and id. ``tell`` gets changes of these, and a :class:`Vanished` for
-    each key that another host has deleted."""
+    the server. All other methods raise :class:`BucketError` if the server does not answer. ``held`` are the
+    keys (tenant, model and id) that this host knew when its last agent ended. ``tell`` receives changes of
+    these keys, and a :class:`Vanished` for each key that another host has deleted."""
 
     def __init__(
         self,
@@ -97,17 +101,17 @@ class SharedKeys:
         self._sharing_key = self._memory.keep(sharing_key)
         self._limit_s = 2 * bucket.address.refresh_s + _LATE_S
         self._listed_at = -float("inf")
-        # Numbers of Vanished. An agent before this one had others, and those of the daemon are positive.
+        # Numbers of Vanished messages: other numbers than those of an earlier agent or of the daemon.
         self._numbers = itertools.count(-1 - secrets.randbelow(1 << 60), -1)
-        self._lock = threading.Lock()  # held by those who change the fields below; readers take no lock
-        self._held = list(held)  # reported last
+        self._lock = threading.Lock()  # for changes of the fields below; reading them needs no lock
+        self._held = list(held)  # the keys in the last report to the daemon
         self._stored = {  # by path
             self._path(scope := Scope(tenant, model)): _StoredKey("unread", id, scope=scope)
             for tenant, model, id in held
         }
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
-        self._blocks: dict[int, Callable[[Scope], bool]] = {}  # scopes that are being forgotten
+        self._blocks: dict[int, Callable[[Scope], bool]] = {}  # matches scopes that are being forgotten
 
     def __repr__(self) -> str:
         return f"SharedKeys({len(self._by_id)} keys)"
@@ -115,19 +119,21 @@ class SharedKeys:
     # -- finding -------------------------------------------------------------------------------------
 
     def find(self, scope: Scope) -> DataKey | None:
-        """Return the key of a scope. Return None if none is known, if the scope is being forgotten, or if the
-        keys were not listed for too long."""
+        """Return the key of a scope. Return None if the scope has no known key, if the scope is being
+        forgotten, or if the last listing is too old."""
         if self._withheld(scope):
             return None
         return self._by_scope.get(scope)
 
     def by_id(self, id: bytes) -> DataKey | None:
-        """Return the key with this id; None in the cases of :meth:`find`."""
+        """Return the key with this id. Return None for an unknown id, and in the cases in which :meth:`find`
+        does."""
         key = self._by_id.get(id)
         return self.find(key.scope) if key is not None else None
 
     def find_or_make(self, scope: Scope) -> DataKey | None:
-        """Return the key of a scope. Make one if there is none. Return None as :meth:`find` does."""
+        """Return the key of a scope, and make it if there is none. Return None in the cases in which
+        :meth:`find` does, and if no key could be made."""
         if scope not in self._by_scope and not self._withheld(scope):
             with self._lock:
                 path = self._path(scope)
@@ -136,9 +142,9 @@ class SharedKeys:
                         self._tell(Counted({"keys_beyond_the_limit": 1}))
                         return None
                     self.bucket.create(path, self._wrapped(path, scope))
-                    self._note(path, "", self._read(path))  # perhaps another host's
+                    self._note(path, "", self._read(path))  # another host may have been faster
                     self._report()
-            if scope not in self._by_scope:  # the object in its place was changed
+            if scope not in self._by_scope:  # the object in the bucket is not a valid key
                 self._tell(Counted({"unreadable_keys": 1}))
         return self.find(scope)
 
@@ -149,14 +155,15 @@ class SharedKeys:
     # -- following the bucket ------------------------------------------------------------------------
 
     def refresh(self, after_s: float = 0.0) -> None:
-        """Learn of new keys, and of keys that are gone, if the last listing is ``after_s`` seconds old."""
+        """List the keys, if the last listing is at least ``after_s`` seconds old: find new keys, and notice
+        deleted ones."""
         with self._lock:
             if time.monotonic() - self._listed_at >= after_s:
                 self._refresh()
 
     def forget(self, number: int, covers: Callable[[Scope], bool]) -> int:
-        """Delete the keys of all covered scopes. Return how many. These scopes get no key until
-        :meth:`resume` is called with ``number``."""
+        """Delete the keys of all scopes for which ``covers`` is true, and return their number. These scopes
+        get no new key until :meth:`resume` is called with ``number``."""
         self._blocks[number] = covers
         with self._lock:
             self._refresh()
@@ -169,7 +176,7 @@ class SharedKeys:
         return len(paths)
 
     def resume(self, number: int) -> None:
-        """Allow keys again for scopes that were being forgotten."""
+        """Allow new keys for the scopes of the forget with this number."""
         self._blocks.pop(number, None)
 
     def _refresh(self) -> None:
@@ -187,14 +194,14 @@ class SharedKeys:
         self._report()
 
     def _read(self, path: str) -> bytes:
-        """Return an object; empty if there is none."""
+        """Return the bytes of an object; empty if the object does not exist."""
         try:
             return bytes(self.bucket.read(path, 0, _MOST_BYTES))
         except NoObjectError:
             return b""
 
     def _note(self, path: str, tag: str, data: bytes) -> Scope | None:
-        """Record what an object has. Return the scope whose key is gone thereby, if there is one."""
+        """Record the content of an object. If a known key has disappeared, return its scope."""
         known = self._stored.get(path)
         id = data[len(_MAGIC) : len(_MAGIC) + ID_BYTES]
         same = known is not None and data and known.id == id
@@ -220,12 +227,12 @@ class SharedKeys:
         return stored.scope
 
     def _report(self) -> None:
-        """Tell the daemon which keys exist, for the next start. Wait while something is forgotten: if the
-        daemon ends before it has forgotten, the next agent must notice again."""
+        """Tell the daemon which keys exist, for the next agent. Do not tell it while a forget is running: if
+        the daemon ends before it has forgotten, the next agent must notice the missing key again."""
         held = sorted(
             (*each.scope.names, each.id) for each in self._stored.values() if each.scope is not None
         )
-        del held[MOST_KEYS:]  # agents make no more, but another program might
+        del held[MOST_KEYS:]  # another program may have written more keys than agents make
         if held != self._held and not self._blocks:
             self._held = held
             self._tell(KeysHeld(held))
@@ -237,7 +244,7 @@ class SharedKeys:
         return f"{_KEYS}/{name.hexdigest()}"
 
     def _wrapped(self, path: str, scope: Scope) -> bytes:
-        """Return an object with a new key."""
+        """Return the bytes of an object with a new key."""
         head = _MAGIC + secrets.token_bytes(ID_BYTES)
         entry = msgspec.msgpack.encode((secrets.token_bytes(KEY_BYTES), *scope.names))
         return head + wrap(self._derived(b"wrap"), entry, head + path.encode())
@@ -256,8 +263,8 @@ class SharedKeys:
 
 
 def check_keys_url(pages_url: str, url: str) -> None:
-    """Check the address of the keys' bucket. Raise :class:`UsageError` if it is malformed, or if that bucket
-    has the pages, too."""
+    """Check the address of the keys' bucket. Raise :class:`UsageError` if it is malformed, or if it is the
+    bucket with the pages."""
     pages, keys = S3Address.parse(pages_url), S3Address.parse(url)
     if (pages.endpoint, pages.bucket) == (keys.endpoint, keys.bucket):
         raise UsageError(

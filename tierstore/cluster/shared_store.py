@@ -1,4 +1,4 @@
-"""The interface of a distributed store, and opening one by its address."""
+"""The interface of a shared store. :func:`open_shared_store` opens one by its address."""
 
 from __future__ import annotations
 
@@ -17,42 +17,45 @@ if TYPE_CHECKING:
     from tierstore.cluster.shared_keys import SharedKeys
 
 Memory = tuple[int, int]
-"""Address and size in bytes."""
+"""Address and size of memory, in bytes."""
 
 NOT_THERE = 0
-"""Returned instead of an object's size."""
+"""Returned in place of the size of an object that does not exist."""
 
 
 class SharedStore(Protocol):
-    """Objects by name. A call may take any time, and several threads may make calls."""
+    """A store of objects by name. Calls may take any time. Several threads may make calls."""
 
     transport: str
-    """The transport of bytes, such as ``tcp`` or ``rdma``, for people."""
+    """The transport that moves bytes, such as ``tcp`` or ``rdma``, for people."""
 
     trouble: str = ""
-    """Why the store does not work at present, for people; empty if it works. The store reports changes."""
+    """Why the store does not work at present, for people; empty if it works. The store reports changes of
+    it."""
 
     keys: SharedKeys | None = None
-    """The keys of its pages. None if they are not sealed."""
+    """The keys of the store's pages. None if pages are not sealed (encrypted)."""
 
     def exists(self, names: Sequence[str]) -> list[bool]:
-        """Return which names exist. Raise :class:`SharedStoreError` if the store does not answer."""
+        """Return for each name whether it exists. Raise :class:`SharedStoreError` if the store does not
+        answer."""
 
     def get(self, names: Sequence[str], into: Sequence[Memory]) -> list[int]:
-        """Write objects to memory. Return the size of each, ``NOT_THERE`` for a missing object (its memory
-        does not change), and a negative number for a failed one. After a failure, the memory of the whole
-        call may still be written to. Raise :class:`SharedStoreError` if the store does not answer."""
+        """Read objects into memory. Return the size of each object, ``NOT_THERE`` for a missing object (its
+        memory does not change), and a negative number for a failed read. After a failure, the store may still
+        write to the memory of any object of the call. Raise :class:`SharedStoreError` if the store does not
+        answer."""
 
     def put(self, names: Sequence[str], of: Sequence[Memory], origin: Origin) -> list[bool]:
-        """Store objects. Return which of them exist now; there was no room for the others. An existing name
-        keeps its bytes. ``origin`` names the prompt of the pages. Raise :class:`SharedStoreError` for any
-        other failure: then the memory may still be read."""
+        """Store objects. Return for each object whether it exists now; otherwise there was no room. An
+        existing name keeps its bytes. ``origin`` has the prompt of the pages. Raise :class:`SharedStoreError`
+        for any other failure: the store may then still read the memory."""
 
     def remove(self, name: str) -> None:
-        """Remove an object, best effort. Does not raise."""
+        """Try to remove an object. Does not raise."""
 
     def used(self, names: Sequence[str]) -> None:
-        """Record that a prompt has used these objects. Some may not exist. Does not wait."""
+        """Record that a prompt has used these objects, which may not exist. Does not wait."""
 
 
 def _ignore(message: ToDaemon) -> None:
@@ -62,10 +65,11 @@ def _ignore(message: ToDaemon) -> None:
 @dataclass(frozen=True, slots=True)
 class SharedStoreOptions:
     """Options of a shared store. ``host`` is this host's address for other hosts (empty: detected).
-    ``most_bytes`` and ``lifetime_s`` are limits of an object store; a store without them changes nothing
-    there on its own. With a ``sharing_key``, an object store seals its pages, with the keys in the bucket at
-    ``keys_url`` (``shared_keys.py``); ``held`` are those that this host knew last. The store calls ``tell``
-    with messages about its health, from any thread."""
+    ``most_bytes`` and ``lifetime_s`` limit the bytes and the age of objects in an object store; without
+    limits, the store deletes nothing on its own. With a ``sharing_key``, an object store seals (encrypts) its
+    pages, and their keys are in the bucket at ``keys_url`` (``shared_keys.py``). ``held`` are the keys that
+    this host knew when its last agent ended. The store calls ``tell`` with messages about its health, from
+    any thread."""
 
     url: str
     protocol: str = "tcp"
@@ -88,8 +92,8 @@ _KINDS: Mapping[str, str] = {
 
 
 def check_url(url: str) -> None:
-    """Check a shared store's address. Raise :class:`UsageError` if it is malformed. The message does not
-    repeat the address, which may have a password."""
+    """Check a shared store's address. Raise :class:`UsageError` if it is malformed. The error message does
+    not repeat the address, which may contain a password."""
     scheme = urlsplit(url).scheme
     if scheme not in _KINDS or not url.partition("://")[2]:
         raise UsageError(
@@ -101,13 +105,13 @@ def check_url(url: str) -> None:
 
 
 def is_object_store(url: str) -> bool:
-    """Return whether the shared store at an address is an object store."""
+    """Return whether the shared store at an address is in an object store."""
     return urlsplit(url).scheme == "s3"
 
 
 def read_secret(file: Path | None) -> bytes:
-    """Return the cluster's secret in a file, empty without one. Raise :class:`UsageError` if it is
-    unusable."""
+    """Return the cluster's secret in a file; empty without a file. Raise :class:`UsageError` for a secret
+    that is unreadable, too short or too long."""
     if file is None:
         return b""
     try:
@@ -120,8 +124,8 @@ def read_secret(file: Path | None) -> bytes:
 
 
 def open_shared_store(options: SharedStoreOptions) -> SharedStore:
-    """Open a shared store. Raise :class:`UsageError` if that can never work, and :class:`SharedStoreError` if
-    the store is unavailable now."""
+    """Open a shared store. Raise :class:`UsageError` if the options can never work, and
+    :class:`SharedStoreError` if the store is unavailable now."""
     check_url(options.url)
     module = import_module(_KINDS[urlsplit(options.url).scheme])
     return cast("Callable[[SharedStoreOptions], SharedStore]", module.open_shared_store)(options)

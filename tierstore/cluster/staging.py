@@ -1,4 +1,5 @@
-"""The agent's own memory, in lanes, which the shared store writes to and reads from."""
+"""Staging memory: the agent's own memory, which the shared store writes to and reads from. It is divided into
+lanes."""
 
 from __future__ import annotations
 
@@ -15,8 +16,8 @@ _LANE_BYTES = 16 << 20
 
 
 class StagingLane:
-    """Memory for some objects, one behind the other. It is ``sound`` until a call on it fails. After that,
-    the shared store may still write to it or read from it, so it is not used again."""
+    """Memory for several objects, one behind the other. A lane is ``sound`` until a call on it fails. After
+    that, the shared store may still write to the lane or read from it, so it is not used again."""
 
     def __init__(self, nbytes: int) -> None:
         self._map = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -25,15 +26,15 @@ class StagingLane:
         self.sound = True
 
     def places(self, objects: Sequence[PageObject]) -> list[Memory]:
-        """Return the place of each object. The objects have equal sizes."""
+        """Return the address and size of each object in the lane. All objects have the same size."""
         size = objects[0].nbytes
         step = -(-size // 64) * 64
         return [(self.address + at * step, size) for at in range(len(objects))]
 
 
 class StagingMemory:
-    """Lanes of 16 MiB (or of one object, if that is larger) out of ``nbytes``, allocated on demand. Lanes
-    that are not sound stay counted for good."""
+    """Lanes of 16 MiB each (or of one object, if that is larger). They have at most ``nbytes`` in total and
+    are allocated on demand. A lane that is not sound is never used again, but counts against ``nbytes``."""
 
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
@@ -44,16 +45,16 @@ class StagingMemory:
 
     @property
     def worn_out(self) -> bool:
-        """Whether more than half of the memory is unusable."""
+        """Whether more than half of the memory is in lanes that are not sound."""
         return self._poisoned_bytes * 2 > self._nbytes
 
     def objects_in_a_lane(self, nbytes: int) -> int:
-        """Return how many objects of this size fit a lane."""
+        """Return how many objects of ``nbytes`` bytes fit a lane."""
         return max(_LANE_BYTES // (-(-nbytes // 64) * 64), 1)
 
     @contextmanager
     def lane(self, nbytes: int, timeout: float) -> Iterator[StagingLane | None]:
-        """Yield a lane of at least ``nbytes``; None if there is none within ``timeout`` seconds."""
+        """Yield a lane of at least ``nbytes``; None if no lane is available within ``timeout`` seconds."""
         lane = self._take(max(nbytes, _LANE_BYTES), timeout)
         try:
             yield lane
@@ -73,7 +74,7 @@ class StagingMemory:
             if lane is not None:
                 self._free.remove(lane)
                 return lane
-            if self._taken_bytes + nbytes > self._nbytes:  # the free ones are too small
+            if self._taken_bytes + nbytes > self._nbytes:  # replace free lanes, which are too small
                 self._taken_bytes -= sum(each.nbytes for each in self._free)
                 self._free.clear()
             self._taken_bytes += nbytes
@@ -92,7 +93,7 @@ class StagingMemory:
                 self._free.append(lane)
             else:
                 self._poisoned_bytes += lane.nbytes
-                _GRAVEYARD.append(lane)  # its memory must stay mapped: the shared store may still write to it
+                _GRAVEYARD.append(lane)  # keeps its memory mapped: the shared store may still write to it
             self._lock.notify_all()
 
 

@@ -1,4 +1,4 @@
-"""The daemon's side of its agents: start them, send orders, count, and kill those that hang.
+"""The daemon's side of its agents: start agents, send orders, count events, and kill agents that hang.
 
 Everything runs on the daemon's event loop, and no call waits for an agent longer than its time limit. Errors
 are misses: the result is 0 chunks.
@@ -41,21 +41,21 @@ _log = logging.getLogger(__name__)
 _DEFAULT_BYTES = 100 * GIB  # limit of an object store
 _OVERDUE_S = 5.0  # an agent whose answer is this late is killed
 _CHECK_S = 0.5
-_BACK_OFF_S = (0.1, 5.0)
-_LIVED_S = 2.0  # after a life of at least this length, the next one begins with little delay
-_HOPELESS_S = 60.0  # between two tries of something that cannot work until software is installed
+_BACK_OFF_S = (0.1, 5.0)  # shortest and longest delay before an agent is restarted
+_LIVED_S = 2.0  # an agent that ran for at least this long is restarted after the shortest delay
+_HOPELESS_S = 60.0  # delay of a restart that cannot work until an operator installs software
 _ABSENT_S = 2.0  # a missing page is not asked for again during this time
 _PUBLISHED_S = 60.0  # a published prompt is not reported again during this time
 _REMEMBERED = 1 << 14
-_MOST_UNREAD_BYTES = 16 << 20  # limit of what an agent has not read
-_LATE = 3  # this many late answers to lookups within …
+_MOST_UNREAD_BYTES = 16 << 20  # limit of the bytes that an agent has not read
+_LATE = 3  # if this many answers to lookups are late within …
 _LATE_WITHIN_S = 10.0
-_PAUSE_S = (5.0, 60.0)  # … pause further questions for this long
+_PAUSE_S = (5.0, 60.0)  # … lookups do not ask for this long: at first the shortest, then up to the longest
 _MOST_PROMISED = 1024  # limit of promised prompts of all clients (64 for each client) …
-_MOST_PROMISED_TOKENS = 16 << 20  # … and of their tokens: the agent keeps their ids and names
-_RATE_SHARE = 0.3  # weight of the newest measurement
+_MOST_PROMISED_TOKENS = 16 << 20  # … and of their tokens, because the agent keeps their ids and names
+_RATE_SHARE = 0.3  # weight of the newest measurement in the mean
 
-_FORGET_S = 30.0  # for a server that is slow
+_FORGET_S = 30.0  # longest wait for the deletion of keys
 _FORGET_AGAIN_S = 5.0
 
 _Found: TypeAlias = "o.Looked | o.FetchDone"
@@ -63,10 +63,11 @@ _Found: TypeAlias = "o.Looked | o.FetchDone"
 
 @dataclass(frozen=True, slots=True)
 class ClusterOptions:
-    """Options of the shared store: its ``url``, a file with the ``secret``, and ``look_s``, the time that a
-    lookup waits for its answer. ``most_bytes`` and ``lifetime_s`` are limits of an object store (0: 100 GiB,
-    and no limit of its age). ``sealed`` pages need an object store, and a bucket for their keys at
-    ``keys_url``. Raises :class:`UsageError` for values that cannot work."""
+    """Options of the shared store: its ``url``, a file with the ``secret``, and ``look_s``, the longest time
+    that a lookup waits for the shared store. ``most_bytes`` and ``lifetime_s`` limit the bytes and the age of
+    objects in an object store (0: 100 GiB, and any age). ``sealed`` pages are encrypted; they need an object
+    store, and a bucket for their keys at ``keys_url``. Raises :class:`UsageError` for values that cannot
+    work."""
 
     url: str
     protocol: str = "tcp"
@@ -122,17 +123,17 @@ class ClusterOptions:
 
 @dataclass(frozen=True, slots=True)
 class SealedHost:
-    """The keys and pages of this host, if its pages in the shared store are sealed. All functions may block.
+    """This host's keys and pages, for agents whose pages are sealed (encrypted). All functions may block.
     ``forget`` and ``keep`` raise :class:`StoreUnavailableError` or :class:`OSError` if the disk fails."""
 
-    sharing_key: Callable[[], bytes | None]  # opens shared keys; None with a locked keyring
-    forget: Callable[[Forgettable], object]  # forgets what another host has forgotten
-    held: Callable[[], bytes]  # the last argument of ``keep``, also after a restart
-    keep: Callable[[bytes], None]
+    sharing_key: Callable[[], bytes | None]  # returns the key that decrypts shared keys; None if locked
+    forget: Callable[[Forgettable], object]  # forgets here the pages that another host has forgotten
+    held: Callable[[], bytes]  # returns the bytes that the last ``keep`` has stored
+    keep: Callable[[bytes], None]  # stores bytes on disk
 
 
 class Cluster:
-    """The daemon's access to the shared store. :meth:`start` and :meth:`stop` it on the event loop.
+    """The daemon's access to the shared store. Call :meth:`start` and :meth:`stop` on the event loop.
     ``daemon`` is the address at which agents connect to the daemon."""
 
     def __init__(self, options: ClusterOptions, daemon: str) -> None:
@@ -152,7 +153,7 @@ class Cluster:
             options.lifetime_s,
             options.keys_url,
         )
-        self._logged = ""  # the trouble that was logged last
+        self._logged = ""  # the problem that was logged last
         self._begin = begin
         self._getter = _Agent(self._first, self._counts, self._log, self._noticed)
         self._putter = _Agent(self._first, self._counts, self._log, self._noticed)
@@ -162,8 +163,8 @@ class Cluster:
         self._absent: Recent[tuple[bytes, bytes]] = Recent(_ABSENT_S, _REMEMBERED)
         self._published: Recent[tuple[bytes, bytes, int]] = Recent(_PUBLISHED_S, _REMEMBERED)
         self._fetching: dict[tuple[bytes, bytes], asyncio.Future[_Found]] = {}
-        self._promised = 0  # promised prompts …
-        self._promised_tokens = 0  # … and their tokens
+        self._promised = 0  # number of promised prompts …
+        self._promised_tokens = 0  # … and of their tokens
         self._late: list[float] = []
         self._paused_until = 0.0
         self._pause_s = _PAUSE_S[0]
@@ -172,11 +173,11 @@ class Cluster:
 
     @property
     def sealed(self) -> bool:
-        """Whether its pages are encrypted."""
+        """Whether pages in the shared store are encrypted."""
         return self._options.sealed
 
     def start(self, host: SealedHost | None = None) -> None:
-        """Start the agents. ``host`` is needed for sealed pages. With a locked keyring, no agent starts."""
+        """Start the agents. Encrypted pages need ``host``. If its keyring is locked, no agent starts."""
         self._host = host
         if host is not None and host.sharing_key() is None:
             self._getter.trouble = "the disk key does not open the keyring"
@@ -202,9 +203,9 @@ class Cluster:
     async def forget(
         self, what: Forgettable, scopes: Iterable[Scope], here: Awaitable[ForgetReceipt]
     ) -> ForgetReceipt:
-        """Delete the shared keys that ``what`` covers and those of ``scopes``. Meanwhile ``here`` forgets the
-        pages of this host. No agent makes or uses such keys before both are done. Raise
-        :class:`StoreUnavailableError` if some keys may still be there."""
+        """Delete the shared keys that ``what`` covers and the keys of ``scopes``, while ``here`` forgets the
+        pages of this host. No agent makes or uses such a key until both have ended. Raise
+        :class:`StoreUnavailableError` if some keys may still exist."""
         asked: list[tuple[_Agent, int, asyncio.Future[Any]]] = []
         for agent in (self._getter, self._putter):
             order = o.DeleteKeys(0, what.tenant, what.model, [(each.tenant, each.model) for each in scopes])
@@ -229,8 +230,8 @@ class Cluster:
         return replace(receipt, shared_keys=max(each.keys for each in done))
 
     def _first(self) -> o.Begin:
-        """Return the first message to an agent. The sharing key is not kept here, where it could be
-        swapped."""
+        """Return the first message to an agent. The sharing key is read anew, so that it never stays in
+        memory that could be swapped to disk."""
         key = self._host.sharing_key() if self._host is not None else None
         return msgspec.structs.replace(self._begin, sharing_key=key or b"", held=self._held)
 
@@ -247,7 +248,7 @@ class Cluster:
         task.add_done_callback(self._forgetting.discard)
 
     async def _keep(self, host: SealedHost) -> None:
-        """Store which shared keys exist."""
+        """Write to disk which shared keys exist."""
         try:
             await asyncio.to_thread(host.keep, msgspec.msgpack.encode(self._held))
         except OSError as error:
@@ -255,7 +256,7 @@ class Cluster:
             _log.warning("cluster: the shared keys cannot be noted: %s", error)
 
     async def _forget_here(self, host: SealedHost, agent: _Agent, order: o.Vanished) -> None:
-        """Forget what another host has forgotten."""
+        """Forget the tenant and model that another host has forgotten."""
         while True:
             try:
                 await asyncio.to_thread(host.forget, Forgettable(order.tenant, order.model))
@@ -267,18 +268,18 @@ class Cluster:
         agent.tell(o.Resume(order.id))
 
     def _log(self, trouble: str) -> None:
-        """Log a trouble once, even if both agents report it, or report it again."""
+        """Log a problem once, even if both agents report it, or report it again."""
         if trouble and trouble != self._logged:
             self._logged = trouble
             _log.warning("cluster: %s", trouble)
 
     @property
     def pids(self) -> set[int]:
-        """Return the process ids of the running agents."""
+        """The process ids of the running agents."""
         return {agent.pid for agent in (self._getter, self._putter) if agent.pid}
 
     def rates(self) -> Mapping[str, TierRate]:
-        """Return the cost of bytes from the shared store, if it was measured."""
+        """Return the measured rate of fetching from the shared store; empty before the first measurement."""
         return {CLUSTER: TierRate(self._bytes_per_s, self._latency_s, 0.0)} if self._bytes_per_s else {}
 
     def stats(self) -> ClusterStats:
@@ -294,22 +295,22 @@ class Cluster:
     # -- asking --------------------------------------------------------------------------------------
 
     async def look(self, view: PromptView, first: int) -> int:
-        """Return how many chunks after the first ``first`` the shared store probably has. Waits at most
-        ``look_s``."""
+        """Return how many chunks behind the first ``first`` chunks the shared store probably has. Waits at
+        most ``look_s`` seconds."""
         left = (view.whole_chunks - first) * view.chunk_tokens
         looked = await self._look(view, first, left)
         return min(looked.chunks, view.whole_chunks - first) if looked is not None else 0
 
     async def look_for(self, view: PromptView, gain: int) -> Sequence[int]:
-        """Return which of these named chunks the shared store probably has, if they save a prompt ``gain``
-        tokens. Waits at most ``look_s``."""
+        """Return the positions of the named chunks that the shared store probably has. ``gain`` is the number
+        of tokens that these chunks save a prompt. Waits at most ``look_s`` seconds."""
         looked = await self._look(view, 0, gain) if view.whole_chunks else None
         if not isinstance(looked, o.Looked) or len(looked.there) % 4:
             return ()
         return [at for at in array.array("I", looked.there) if at < view.whole_chunks]
 
     async def _look(self, view: PromptView, first: int, tokens: int) -> _Found | None:
-        """Ask the shared store. Return None if that is not worth it, or without an answer."""
+        """Ask the shared store. Return None without an answer, or if it is not worth asking."""
         now = time.monotonic()
         if not self._shares(view) or tokens < max(self._options.min_tokens, 1) or now < self._paused_until:
             return None
@@ -340,8 +341,8 @@ class Cluster:
             self._late.clear()
 
     async def fetch_remote(self, view: PromptView, first: int, count: int, wait_s: float) -> int:
-        """Fetch chunks ``first … first + count`` into host memory. Return how many arrived in ``wait_s``
-        seconds, without a gap, as far as known."""
+        """Fetch chunks ``first … first + count`` into host memory. Return the number of consecutive chunks
+        that are known to have arrived within ``wait_s`` seconds."""
         count = min(count, view.whole_chunks - first)
         if not self._shares(view) or count <= 0:
             return 0
@@ -370,8 +371,8 @@ class Cluster:
         return fetching.result().chunks
 
     def expect(self, view: PromptView, first: int, count: int, wait_s: float) -> Callable[[], None]:
-        """Fetch promised chunks ``first … first + count`` as another host publishes them, for ``wait_s``
-        seconds. Call the result when they are not needed any more."""
+        """Fetch promised chunks ``first … first + count`` while another host publishes them, for at most
+        ``wait_s`` seconds. Return a function that cancels this."""
         count = min(count, view.whole_chunks - first)
         agent = self._getter
         if not self._shares(view) or count <= 0:
@@ -412,28 +413,28 @@ class Cluster:
         self._bytes_per_s += (_RATE_SHARE if self._bytes_per_s else 1.0) * (rate - self._bytes_per_s)
 
     def publishes(self, view: PromptView, *, elsewhere: bool) -> bool:
-        """Return whether to call :meth:`committed` for a prompt's pages. ``elsewhere``: another host's engine
-        will ask for them."""
+        """Return whether to call :meth:`committed` for the pages of a prompt. ``elsewhere`` says that an
+        engine on another host will request these pages."""
         wanted = self._options.publish == "all" or (elsewhere and self._options.publish != "none")
         return wanted and self._shares(view)
 
     # -- telling -------------------------------------------------------------------------------------
 
     def used(self, view: PromptView, chunks: int) -> None:
-        """Publish the first ``chunks`` of a prompt again after a use, because they may have left the shared
-        store."""
+        """Publish the first ``chunks`` chunks of a prompt again after a use, because they may have left the
+        shared store."""
         if self._options.publish != "none":
             self._publish(view, chunks)
 
     def committed(self, view: PromptView, chunks: int) -> None:
-        """Publish the first ``chunks`` of a prompt, which are stored here (some of them for named chunks);
-        see :meth:`publishes`."""
+        """Publish the first ``chunks`` chunks of a prompt, which are stored here (of named chunks, perhaps
+        not all); see :meth:`publishes`."""
         self._publish(view, chunks)
 
     def _publish(self, view: PromptView, chunks: int) -> None:
         if chunks <= 0 or not self._shares(view):
             return
-        # With the agent's pid, because its queue ends with it.
+        # The key includes the agent's pid, because a restarted agent has an empty queue.
         key = (*_key(view, chunks - 1), self._putter.pid)
         if key not in self._published and self._putter.tell(o.Publish(_pages(view, chunks), chunks)):
             self._published.note(key)
@@ -443,7 +444,7 @@ class Cluster:
 
 
 def _nothing() -> None:
-    """Cancel nothing."""
+    """Do nothing: there is no fetch to cancel."""
 
 
 def _decoded(held: bytes) -> o.HeldKeys:
@@ -460,7 +461,7 @@ def _numbered(order: o.DeleteKeys, number: int) -> o.DeleteKeys:
 
 
 def _key(view: PromptView, chunk: int) -> tuple[bytes, bytes]:
-    """Return the identity digest and key of a prompt up to one of its chunks."""
+    """Return the identity's digest, and the key of a chunk of the prompt."""
     return view.registration.identity.digest, view.key_up_to(chunk)
 
 
@@ -486,7 +487,7 @@ class _Asked:
 
 @dataclass(slots=True, eq=False)
 class _Agent:
-    """One agent: a process that is restarted whenever it ends."""
+    """One agent: a process that is restarted when it ends."""
 
     begin: Callable[[], o.Begin]
     counts: Counter[str]
@@ -501,7 +502,7 @@ class _Agent:
     _writer: asyncio.StreamWriter | None = None
     _running: asyncio.Task[None] | None = None
     _hopeless: bool = False
-    _failure: str = ""  # logged last
+    _failure: str = ""  # the error that was logged last
 
     def start(self) -> None:
         self._running = asyncio.get_running_loop().create_task(self._run())
@@ -514,8 +515,8 @@ class _Agent:
     def ask(
         self, order: Callable[[int], o.Look | o.FetchOrder | o.DeleteKeys], wait_s: float
     ) -> asyncio.Future[Any] | None:
-        """Send an order and return its answer: no chunks if the agent ends before. None if the agent cannot
-        be asked."""
+        """Send an order and return its answer, which has 0 chunks if the agent ends before it answers. Return
+        None if no order can be sent."""
         number = self._next
         if not self.tell(order(number)):
             return None
@@ -525,7 +526,7 @@ class _Agent:
         return answer
 
     def tell(self, order: o.ToAgent) -> bool:
-        """Send a message. Return False if there is no agent to read it."""
+        """Send a message. Return False if no agent can read it now."""
         if not self.ready or self._writer is None:
             return False
         if self._writer.transport.get_write_buffer_size() > _MOST_UNREAD_BYTES:
@@ -544,7 +545,7 @@ class _Agent:
             began = time.monotonic()
             try:
                 await self._live()
-            except OSError as error:  # no process or descriptor now, but perhaps later
+            except OSError as error:  # the system has no process or descriptor left; it may have one later
                 self.trouble = f"cannot start its agent: {error.strerror}"
             self.counts["agent_ends"] += 1
             if time.monotonic() - began > _LIVED_S:
@@ -553,7 +554,7 @@ class _Agent:
             back_off_s = min(back_off_s * 2, _BACK_OFF_S[1])
 
     async def _live(self) -> None:
-        """Run an agent once."""
+        """Run the agent's process until it ends."""
         ours, theirs = socket.socketpair()
         with theirs:
             number = theirs.fileno()

@@ -1,8 +1,9 @@
-"""Filling the daemon of a new host from an object store: the most used bundles first.
+"""Fill the daemon of a new host from an object store, with the most used bundles first.
 
-Each bundle has the prompt of its pages (``bundles.py``). A bundle is left out if its page names do not follow
-from the prompt. Pages of a tenant are published in sealed bundles only. All pages are fetched as
-usual: read, compared, saved (``fetching.py``)."""
+Each bundle contains the prompt of its pages (``bundles.py``). A bundle is skipped if its page names do not
+follow from this prompt. Pages of a tenant are accepted only from sealed (encrypted) bundles. All pages are
+fetched as usual: read, compared, saved (``fetching.py``).
+"""
 
 from __future__ import annotations
 
@@ -26,17 +27,17 @@ from tierstore.store import Store
 from tierstore.units import MIB
 
 _End: TypeAlias = Literal["whole", "beyond", "failed"]
-_AT_A_TIME = 4  # bundles
+_AT_A_TIME = 4  # bundles that are fetched at the same time
 _STAGING_BYTES = 128 * MIB
 _BUNDLE_S = 60.0
 _FLUSH_S = 300.0
-_FLUSH_BYTES = 64 * MIB  # between flushes, if the size of the host tier is unknown
+_FLUSH_BYTES = 64 * MIB  # bytes between two flushes, if the size of the host tier is unknown
 
 
 @dataclass(slots=True)
 class WarmUp:
-    """The progress of a warm-up in pages and bytes. ``held_pages`` were in the daemon before.
-    ``left_out_pages`` did not arrive or are not trusted. ``beyond_pages`` would exceed the limits."""
+    """The progress of a warm-up in pages and bytes. The daemon already held ``held_pages`` before.
+    ``left_out_pages`` did not arrive or are not trusted. ``beyond_pages`` would have exceeded the limits."""
 
     fetched_pages: int = 0
     fetched_bytes: int = 0
@@ -47,7 +48,7 @@ class WarmUp:
 
 
 class Warmer:
-    """Fetches the most used bundles of ``bundles`` into a daemon. ``progress`` is called after each bundle,
+    """Fetches the most used bundles of ``bundles`` into a daemon. It calls ``progress`` after each bundle,
     from one thread at a time."""
 
     def __init__(
@@ -63,13 +64,13 @@ class Warmer:
         self._progress = progress
         self._fetcher = Fetcher(bundles, StagingMemory(_STAGING_BYTES), stores, self._forms)
         self._lock = threading.Lock()  # guards the fields below
-        self._left: int | None = None  # bytes that the daemon's tiers have room for; None until it is asked
+        self._left: int | None = None  # bytes of room in the daemon's tiers; None before the first bundle
         self._unflushed = 0
         self.done = WarmUp()
 
     def run(self, top_bytes: int) -> WarmUp:
-        """Fetch bundles of at most ``top_bytes`` bytes in total, and at most as many as the daemon has room
-        for."""
+        """Fetch bundles of at most ``top_bytes`` bytes in total, and at most as many bytes as the daemon has
+        room for."""
         came: dict[str, Future[_End]] = {}
         left = top_bytes
         with ThreadPoolExecutor(_AT_A_TIME, "tierstore-warm-up") as pool:
@@ -86,7 +87,7 @@ class Warmer:
         return self.done
 
     def _fetch(self, bundle: Bundle, before: Future[_End] | None) -> _End:
-        """Fetch a bundle after its parent, whose result is ``before``."""
+        """Fetch a bundle after its parent. ``before`` is the result of fetching the parent."""
         counts: Counter[str] = Counter()
         held = beyond = came = 0
         try:
@@ -120,7 +121,8 @@ class Warmer:
                 self._progress(self.done)
 
     def _checked(self, bundle: Bundle) -> o.Origin:
-        """Read the origin of a bundle. Raise :class:`TierStoreError` if it cannot be trusted."""
+        """Read the origin (prompt and identity) of a bundle. Raise :class:`TierStoreError` if it cannot be
+        trusted."""
         if self._bundles.keys is not None:
             self._bundles.keys.refresh(self._bundles.bucket.address.refresh_s)
         origin = self._bundles.origin(bundle)
@@ -140,8 +142,8 @@ class Warmer:
         return origin
 
     def _take_room(self, store: Store, nbytes: int) -> bool:
-        """Take room in the daemon's tiers. Return False if there is none. Sometimes wait for the daemon's
-        disk: pages that arrive faster than it writes would be lost."""
+        """Take ``nbytes`` of the room in the daemon's tiers. Return False if they have less. Wait sometimes
+        until the daemon has written its pages to disk, because pages that arrive faster would be lost."""
         with self._lock:
             tiers = store.stats().tiers
             host, disk = tiers.get("host"), tiers.get("disk")  # a client with a tenant gets no tiers
@@ -161,7 +163,7 @@ class Warmer:
 
 
 def _held(store: Store, origin: o.Origin, first: int) -> int:
-    """Return how many leading pages of an origin the daemon holds."""
+    """Return how many of the leading pages of an origin the daemon holds."""
     prompt, start = prompt_of(origin.pages, first, origin.count)
     with store.lookup(prompt, counted=False) as hit:
         held = hit.whole_chunks
