@@ -98,6 +98,10 @@ class Scope(NamedTuple):
     session: bytes = b""  # hash of the session's name (:func:`session_hash`); empty: not only one session
 
     @property
+    def names(self) -> tuple[str, str]:
+        return self.tenant, self.model
+
+    @property
     def whole(self) -> Scope:
         """The scope of the tenant and the model."""
         return self._replace(session=b"")
