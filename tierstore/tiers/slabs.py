@@ -100,8 +100,8 @@ class SlabAllocator:
 
     def free_slots(self) -> Counter[int]:
         """Return the number of free slots in existing slabs that are not held, by slot bytes."""
-        sizes = {size: sum(len(slab.free) for slab in slabs.values()) for size, slabs in self._open.items()}
-        return Counter(sizes)
+        opened = {size: slabs.values() for size, slabs in self._open.items() if slabs}
+        return Counter({size: sum(len(slab.free) for slab in slabs) for size, slabs in opened.items()})
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether :meth:`allocate` would find a slot."""
@@ -271,9 +271,9 @@ class SlabAllocator:
 
 
 def best_run(taken: bytearray, units: int) -> int | None:
-    """Return the first of ``units`` adjacent units that are 0 in ``taken``; None if there are none. Of all
-    free runs, choose the one with the fewest units left over after it is filled with slabs of this size, and
-    among equals the shortest."""
+    """Return the first of ``units`` adjacent units that are 0 in ``taken``; None if there are none. Choose
+    the free run with the fewest units left over after it is filled with slabs of this size, and among equals
+    the shortest."""
     best: tuple[int, int, int] | None = None
     start = taken.find(0)
     while start >= 0:
