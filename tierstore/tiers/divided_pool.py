@@ -253,7 +253,6 @@ class DividedPool(PagePool):
             runtime.synchronize(event)
 
     def _part_of(self, number: int) -> int:
-        """Return the number of the part to which share ``number`` belongs."""
         return number // self._region.shares_per_part
 
     def _addresses(self, number: int, pages: Addresses) -> Addresses:

@@ -258,7 +258,6 @@ class LargePages:
         return range(first, max(last, first))
 
     def _present_in(self, start: int, stop: int) -> bool:
-        """Return whether a present large page overlaps these bytes."""
         large_pages = self._there[start // self.large_bytes : -(-stop // self.large_bytes)]
         return start < stop and any(large_pages)
 

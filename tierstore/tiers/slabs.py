@@ -249,7 +249,6 @@ class SlabAllocator:
         return None if start is None else self._place_slab(start, size, units, slots)
 
     def _free_run(self, units: int, slots: int) -> int | None:
-        """Return the first unit of free units for a slab; None if there are none."""
         return best_run(self._taken, units) if slots else None
 
     def _number(self, size: int, beyond: int) -> int | None:

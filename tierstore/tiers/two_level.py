@@ -152,7 +152,6 @@ class SmallPages:
         return None
 
     def _take(self, number: int, count: int) -> list[int]:
-        """Take up to ``count`` free pages from a large page."""
         parts = self.parts[number]
         taken = parts[max(len(parts) - count, 0) :][::-1]
         del parts[len(parts) - len(taken) :]

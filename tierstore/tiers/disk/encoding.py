@@ -112,16 +112,9 @@ class PageEncoder:
             return None
         memory = self._staging.take(self._codec.bound(page.view.nbytes))
         nbytes = self._codec.encode(page.view, memory.view(0, memory.nbytes), page.identity.layout)
-        encoded = self._encoded(page, memory, nbytes)
-        if encoded is None:
-            self._staging.give_back([memory])
-        return encoded
-
-    def _encoded(self, page: PageBytes, memory: Memory, nbytes: int) -> Encoded | None:
-        if not nbytes:
-            return None
         room = room_for(nbytes, page.view.nbytes)
-        if room <= self._inline_bytes or slot_bytes(room) >= slot_bytes(page.view.nbytes):
+        if not nbytes or room <= self._inline_bytes or slot_bytes(room) >= slot_bytes(page.view.nbytes):
+            self._staging.give_back([memory])
             return None
         return Encoded(self._codec.number, nbytes, room, xxhash.xxh3_64_intdigest(page.view), memory)
 

@@ -92,7 +92,7 @@ def fit(
         return Fitted(evicted_pages=len(evicted))
     pages, overlapping = _in_order(facts[kept])
     index_db.forget(overlapping)
-    schedule = _Schedule(_arrange(space, pages))
+    schedule = _arrange(space, pages)
     if schedule.pages:
         _log.info("disk tier: %d pages are being moved within %s", schedule.pages, index_db.path.parent)
     moved = _Mover(index_db, extents, payloads).move(schedule)
@@ -189,16 +189,7 @@ def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_FittingPage], list[int
 # -- target places -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrangement:
-    """The pages that have to move, in order of their places, and free slots for them, by slot bytes."""
-
-    moving: Sequence[_FittingPage]
-    targets: Mapping[int, Sequence[int]]
-    space: SlabAllocator  # with the targets, and the slots of the pages that stay
-
-
-def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangement:
+def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Schedule:
     """Find slots in ``space`` for ``pages`` (in order of their places). Pages that are in a slot stay there.
     If that leaves too little room for slabs of the moving pages, the pages of the emptier half of the slabs
     move too. This is repeated with half of the remaining slabs until all pages have slots."""
@@ -223,7 +214,7 @@ def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangemen
         )  # large slabs first: they fit no gaps
         targets = {size: space.allocate_many(size, wanted[size]) for size in by_need}
         if not keeping or all(len(targets[size]) == wanted[size] for size in wanted):
-            return _Arrangement(moving, targets, space)
+            return _Schedule(moving, targets, space)
         keeping //= 2
 
 
@@ -231,19 +222,23 @@ class _Schedule:
     """Decides when a page may move, and to which slot. A slot is *ready* when it does not overlap the old
     place of any page that has yet to move."""
 
-    def __init__(self, arrangement: _Arrangement) -> None:
-        self._space = arrangement.space
+    def __init__(
+        self, moving: Sequence[_FittingPage], targets: Mapping[int, Sequence[int]], space: SlabAllocator
+    ) -> None:
+        """``moving`` are the pages that have to move, in order of their places. ``targets`` are slots for
+        them, by slot bytes. In ``space``, these slots and those of all other pages are allocated."""
+        self._space = space
         self._blocked: dict[_FittingPage, list[int]] = defaultdict(list)  # page → targets that it overlaps
         self._blockers: dict[int, int] = {}  # target → number of pages that overlap it
         self._sizes: dict[int, int] = {}  # target that is not ready → its slot bytes
         self._ready: dict[int, deque[int]] = defaultdict(deque)  # slot bytes → ready targets
         self._left: dict[int, deque[_FittingPage]] = defaultdict(deque)  # slot bytes → pages yet to move
-        self._moving = arrangement.moving
+        self._moving = moving
         self._starts = [page.place for page in self._moving]
         self._ends = [page.place + page.size for page in self._moving]
         self._gone: set[_FittingPage] = set()  # pages that have left their old places
-        for size, targets in arrangement.targets.items():
-            self._offer(size, targets)
+        for size, slots in targets.items():
+            self._offer(size, slots)
         for page in self._moving:
             in_the_way = page in self._blocked
             left = self._left[page.size]

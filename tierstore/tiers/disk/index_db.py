@@ -46,6 +46,7 @@ from tierstore.tiers.disk.records import (
     KEY_NUMBER_BYTES,
     NEXT_SERIAL,
     PIECE_BYTES,
+    SERIAL_BYTES,
     TICK,
     TREES,
     PageRecord,
@@ -195,14 +196,13 @@ def _is_root(key: bytes, value: bytes) -> bool:
 
 
 def _is_serial(key: bytes) -> bool:
-    return len(key) == _SERIAL_BYTES and int.from_bytes(key, "big") < MOST_COUNT
+    return len(key) == SERIAL_BYTES and int.from_bytes(key, "big") < MOST_COUNT
 
 
 FORMAT = 2
 ENCODED_FORMAT = 3  # pages may be encoded: earlier versions would return encoded payloads as pages
 SEALED_FORMAT = 4  # pages are encrypted
 _SIMILAR_TRIED = 16
-_SERIAL_BYTES = 8
 MOST_COUNT = 1 << 62  # greater than any serial or count
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
 
@@ -385,13 +385,13 @@ class IndexDB:
         with _os_errors(), self._env.begin() as txn:
             with txn.cursor(self._facts) as cursor:
                 for key, value in cursor:
-                    if len(key) == _SERIAL_BYTES and len(value) == FACTS_BYTES:
+                    if len(key) == SERIAL_BYTES and len(value) == FACTS_BYTES:
                         rows += key
                         rows += value
             with txn.cursor(self._pages) as cursor:
                 for key, value in cursor:
                     records += described(key, value) or b""
-        return _confirmed(_by_serial(decode_facts(rows)), _by_serial(decode_facts(records)), self.tick)
+        return _confirmed(by_serial(decode_facts(rows)), by_serial(decode_facts(records)), self.tick)
 
     def key_numbers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
         """Return the serials of all pages, and the numbers of their encryption keys. The directory must be
@@ -667,7 +667,7 @@ def _ascending(ranks: Sequence[int]) -> list[int]:
     return lengths
 
 
-def _by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+def by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
     """Return the facts in order of serials, each serial once. Damaged keys may be out of order."""
     serials = facts["serial"]
     if bool((serials[1:] > serials[:-1]).all()):

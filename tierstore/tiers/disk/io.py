@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -298,6 +298,22 @@ class _Call:
         self._calls.end(self)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _tracked(method: Callable[Concatenate[FileIO, P], R]) -> Callable[Concatenate[TrackedIO, P], R]:
+    """Return a method that calls the method of this name of the inner object, and records the call."""
+    name = method.__name__
+
+    def call(self: TrackedIO, /, *arguments: P.args, **named: P.kwargs) -> R:
+        with self._calls.call():
+            result: R = getattr(self._inner, name)(*arguments, **named)
+            return result
+
+    return call
+
+
 class TrackedIO(FileIO):
     """Calls the methods of another :class:`FileIO`, and records each call while it runs."""
 
@@ -305,62 +321,18 @@ class TrackedIO(FileIO):
         self._inner = inner
         self._calls = calls
 
-    def open(self, path: Path, flags: int) -> int:
-        with self._calls.call():
-            return self._inner.open(path, flags)
-
-    def close(self, fd: int) -> None:
-        with self._calls.call():
-            self._inner.close(fd)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        with self._calls.call():
-            return self._inner.preadv(fd, buffers, offset)
-
-    def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
-        with self._calls.call():
-            self._inner.read_many(reads, landed)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        with self._calls.call():
-            return self._inner.pwritev(fd, buffers, offset)
-
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.allocate(fd, offset, nbytes)
-
-    def free(self, fd: int, offset: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.free(fd, offset, nbytes)
-
-    def sync(self, fd: int) -> None:
-        with self._calls.call():
-            self._inner.sync(fd)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.truncate(fd, nbytes)
-
-    def size(self, fd: int) -> int:
-        with self._calls.call():
-            return self._inner.size(fd)
-
-    def available(self, fd: int) -> int:
-        with self._calls.call():
-            return self._inner.available(fd)
-
-    def forget(self, fd: int, offset: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.forget(fd, offset, nbytes)
-
-    def unlink(self, path: Path) -> None:
-        with self._calls.call():
-            self._inner.unlink(path)
-
-    def rename(self, path: Path, to: Path) -> None:
-        with self._calls.call():
-            self._inner.rename(path, to)
-
-    def sync_directory(self, path: Path) -> None:
-        with self._calls.call():
-            self._inner.sync_directory(path)
+    open = _tracked(FileIO.open)
+    close = _tracked(FileIO.close)
+    preadv = _tracked(FileIO.preadv)
+    read_many = _tracked(FileIO.read_many)
+    pwritev = _tracked(FileIO.pwritev)
+    allocate = _tracked(FileIO.allocate)
+    free = _tracked(FileIO.free)
+    sync = _tracked(FileIO.sync)
+    truncate = _tracked(FileIO.truncate)
+    size = _tracked(FileIO.size)
+    available = _tracked(FileIO.available)
+    forget = _tracked(FileIO.forget)
+    unlink = _tracked(FileIO.unlink)
+    rename = _tracked(FileIO.rename)
+    sync_directory = _tracked(FileIO.sync_directory)

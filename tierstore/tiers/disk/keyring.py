@@ -694,7 +694,6 @@ class _Entry(NamedTuple):
 
 
 def _packed(key: DataKey) -> bytes:
-    """Return the contents of a key's slot, not encrypted yet."""
     tenant, model, session = key.scope
     parts = (key.id, bytes(key.secret), tenant, model, *([session] if session else []))
     entry = msgspec.msgpack.encode(parts)
@@ -718,7 +717,6 @@ def _write(fd: int, slots: Mapping[int, bytes]) -> None:
 
 
 def _rotated(path: Path) -> Path:
-    """Return the path at which a rotation writes the new keyring."""
     return path.with_name(f"{path.name}.new")
 
 

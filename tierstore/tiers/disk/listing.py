@@ -21,10 +21,9 @@ from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.index_file import check_index, stored_format
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
 from tierstore.tiers.disk.page_table import parent_rows
-from tierstore.tiers.disk.records import INLINE, stored_created_s, stored_tokens, token_count
+from tierstore.tiers.disk.records import INLINE, SERIAL_BYTES, stored_created_s, stored_tokens, token_count
 from tierstore.tiers.disk.roots import identity_of, model_name_of
 
-_SERIAL_BYTES = 8
 _HEAD = struct.Struct("<Id")
 _HEADS_DTYPE = np.dtype([("serial", ">u8"), ("tokens", "<u4"), ("created_s", "<f8")])
 
@@ -85,7 +84,7 @@ def list_store(path: Path) -> Listing:
             rows = b"".join(
                 key + _HEAD.pack(token_count(stored_tokens(value), sealed=sealed), stored_created_s(value))
                 for key, value in index_db.entries(b"pages")
-                if len(key) == _SERIAL_BYTES
+                if len(key) == SERIAL_BYTES
             )
         holdings, lost = _holdings(facts, np.frombuffer(rows, _HEADS_DTYPE), roots)
         return _listing(path, meta, holdings, lost)

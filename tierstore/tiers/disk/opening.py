@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,15 +65,6 @@ _log = logging.getLogger(__name__)
 _SERIALS = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedPages:
-    """The result of a scan: the pages, and the serials of lost pages. A page is lost if one of its ancestors
-    is missing, or if its place is outside of the extent space or belongs to another page."""
-
-    page_table: PageTable
-    lost: Sequence[int]
-
-
 class _Facts(NamedTuple):
     """The facts of every page in the index, in order of serials."""
 
@@ -92,24 +83,6 @@ def _read_facts(index_db: IndexDB) -> _Facts:
     return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
 
 
-def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int], *, keyed: bool) -> ScannedPages:
-    """Read the facts of every page, and claim the places of the pages in ``space``. ``worths`` are those of
-    the roots. With ``keyed`` (sessions may have keys), also read the number of each page's encryption key.
-    Raise :class:`OSError` if the disk fails."""
-    facts, parents, good = _read_facts(index_db)
-    serials = facts["serial"].astype(np.int64)
-    rows = np.flatnonzero(good)
-    claimed = space.claim(facts["place"][rows].tolist(), facts["nbytes"][rows].tolist())
-    good[rows] = claimed
-    kept = reachable(parents, good)
-    unclaimed = np.flatnonzero(good & ~kept)
-    space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
-    page_table = PageTable(facts[kept], worths, keyed=keyed)
-    if keyed:
-        page_table.set_keys(*index_db.key_numbers())
-    return ScannedPages(page_table, serials[~kept].tolist())
-
-
 class IndexScan:
     """A scan of the index on a thread of its own. ``page_table`` is None until the scan has succeeded."""
 
@@ -123,9 +96,11 @@ class IndexScan:
         check: IndexFile | None,
         waited_for: bool,
     ) -> None:
-        """Start the scan. ``keyed`` says whether sessions may have keys. ``check`` is the index's file if its
-        payloads have not been checked yet; the scan checks them first, because no page may be removed before
-        that. Damage is logged, unless the scan is ``waited_for``: then the caller reports :attr:`error`."""
+        """Start the scan. It claims the places of all pages in ``space``. ``worths`` are those of the roots.
+        With ``keyed`` (sessions may have keys), it also reads the number of each page's encryption key.
+        ``check`` is the index's file if its payloads have not been checked yet; the scan checks them first,
+        because no page may be removed before that. Damage is logged, unless the scan is ``waited_for``: then
+        the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
         self.error: Exception | None = None
         self.lost_pages = 0
@@ -147,10 +122,7 @@ class IndexScan:
         try:
             if self._check is not None:
                 self._check.check_payloads()
-            scan = scan_index(self._index_db, self._space, self._worths, keyed=self._keyed)
-            self._forget(scan.lost)
-            self.lost_pages = len(scan.lost)
-            self.page_table = scan.page_table
+            self.page_table = self._scan()
         except DamagedIndexError as error:
             self.error = error
             if not self._waited_for:
@@ -159,11 +131,26 @@ class IndexScan:
             self.error = error
             _log.error("disk tier: the index could not be read, nothing will be written", exc_info=error)
 
-    def _forget(self, lost: Sequence[int]) -> None:
+    def _scan(self) -> PageTable:
+        """Return the table of all pages, and delete lost pages from the index. A page is lost if one of its
+        ancestors is missing, or if its place is outside of the extent space or belongs to another page. Raise
+        :class:`OSError` if the disk fails."""
+        facts, parents, good = _read_facts(self._index_db)
+        rows = np.flatnonzero(good)
+        good[rows] = self._space.claim(facts["place"][rows].tolist(), facts["nbytes"][rows].tolist())
+        kept = reachable(parents, good)
+        unclaimed = np.flatnonzero(good & ~kept)
+        self._space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
+        page_table = PageTable(facts[kept], self._worths, keyed=self._keyed)
+        if self._keyed:
+            page_table.set_keys(*self._index_db.key_numbers())
+        lost: list[int] = facts["serial"][~kept].tolist()
+        self.lost_pages = len(lost)
         try:
             self._index_db.forget(lost)
         except OSError as error:  # the index is too full even to delete pages: the next opening tries again
             _log.warning("disk tier: %d lost pages remain in the index: %s", len(lost), error)
+        return page_table
 
 
 STORE = b"store"
@@ -386,7 +373,7 @@ class _Opening:
         meta.moving = False
         if self._codec is not None and self._codec.name not in meta.codecs:
             meta.codecs.append(self._codec.name)
-        index_db.put_meta(_encoded(meta), format=_format(meta))
+        _put_meta(index_db, meta)
         # The names of the files must also survive a power loss.
         self._io.sync_directory(self._directory.path)
         self._io.sync_directory(self._directory.path.parent)
@@ -515,7 +502,7 @@ class _Opening:
         with IndexDB(self._directory.index, map_bytes=0) as index_db:
             found = _read_facts(index_db)
             # After a crash, ``moving`` makes the next opening check all places, also with equal capacity.
-            index_db.put_meta(_encoded(replace_struct(meta, moving=True)), format=_format(meta))
+            _put_meta(index_db, replace_struct(meta, moving=True))
             room = self._layout.extent_bytes
             space = SlabAllocator(room, unit_bytes=meta.unit_bytes) if room >= slot_bytes(1) else None
             good = found.facts[found.good]
@@ -587,7 +574,7 @@ class _Opening:
             old.forget(sorted(serials.difference(page_table.places())))
         # After a crash, LMDB may return to the state before the last commit. This commit makes that state one
         # without the deleted pages.
-        old.put_meta(_encoded(meta), format=_format(meta))
+        _put_meta(old, meta)
         try:
             IndexFile(self._directory.index).give_back_free_pages(self._io)
         except OSError as error:  # some file systems cannot free parts of a file; then fewer pages fit
@@ -603,7 +590,7 @@ class _Opening:
         ends = np.cumsum([index_cost(nbytes, place) for place, nbytes in map(places.__getitem__, serials)])
         done = copied = 0
         with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
-            new.put_meta(_encoded(meta), format=_format(meta))
+            _put_meta(new, meta)
             new.apply(Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick))
             while copied < len(serials):
                 free = most_bytes - self._directory.allocated_bytes() - _SPARE
@@ -695,11 +682,7 @@ def require_keyring(meta: StoreMeta, keyring: str, path: Path) -> None:
         )
 
 
-def _format(meta: StoreMeta) -> int:
-    if meta.keyring:
-        return SEALED_FORMAT
-    return ENCODED_FORMAT if meta.codecs else FORMAT
-
-
-def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:
-    return {STORE: msgspec.json.encode(meta)}
+def _put_meta(index_db: IndexDB, meta: StoreMeta) -> None:
+    plain = ENCODED_FORMAT if meta.codecs else FORMAT
+    values = {STORE: msgspec.json.encode(meta)}
+    index_db.put_meta(values, format=SEALED_FORMAT if meta.keyring else plain)

@@ -84,7 +84,8 @@ class LeavingEntry(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The facts by which pages are ordered: one array for each fact."""
+    """The facts by which pages are ordered: one array for each fact. All but the first two are those of
+    :class:`~tierstore.policy.PageFacts`, in the same order."""
 
     serial: npt.NDArray[np.integer[Any]]
     place: npt.NDArray[np.integer[Any]]
@@ -97,15 +98,7 @@ class Facts(NamedTuple):
     worth: npt.NDArray[np.integer[Any]]
 
     def scores(self, policy: Policy) -> npt.NDArray[np.float64]:
-        facts = PageFacts(
-            self.nbytes,
-            self.depth,
-            self.tick,
-            self.hits,
-            self.reuse,
-            self.priority,
-            self.worth,
-        )
+        facts = PageFacts(*self[2:])
         return np.broadcast_to(np.asarray(policy.score(facts), np.float64), self.serial.shape)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Facts:
@@ -154,12 +147,6 @@ def size_classes(facts: Facts) -> npt.NDArray[np.integer[Any]]:
     """Return the :func:`size_class` of each page."""
     unit = slot_bytes(1)
     return np.where(facts.place < 0, _INLINE_CLASS, np.maximum(-(-facts.nbytes // unit), 1) * unit)
-
-
-def commonest_class(facts: Facts) -> int | None:
-    """Return the size class with the most pages; None if there are no pages."""
-    classes, pages = np.unique(size_classes(facts), return_counts=True)
-    return int(classes[np.argmax(pages)]) if len(classes) else None
 
 
 def worst_first(facts: Facts, policy: Policy, count: int) -> list[LeavingEntry]:
@@ -310,7 +297,8 @@ class PageTable:
         """Return the size class with the most pages; None if there are no pages. Takes one pass over the
         pages."""
         with self._lock:
-            return commonest_class(self._facts())
+            classes, pages = np.unique(size_classes(self._facts()), return_counts=True)
+        return int(classes[np.argmax(pages)]) if len(classes) else None
 
     def place(self, serial: int) -> int | None:
         """Return the place of a page; None if it is not in the table."""
@@ -583,8 +571,7 @@ class PageTable:
             return chosen
 
     def _page_facts(self, row: int) -> PageFacts:
-        names = ("nbytes", "depth", "tick", "hits", "reuse", "priority", "worth")
-        return PageFacts(*(self._columns[name][row].item() for name in names))
+        return PageFacts(*(self._columns[name][row].item() for name in Facts._fields[2:]))
 
     def near_worst(self, policy: Policy) -> float:
         """Return the score up to which pages count as bad as the worst page."""
@@ -600,7 +587,6 @@ class PageTable:
         return order
 
     def _facts(self, size_class: int | None = None) -> Facts:
-        """Return the facts of all pages, or of the pages of one size class."""
         rows = np.flatnonzero(self._columns["alive"][: self._rows])
         facts = Facts(*(self._columns[name][rows] for name in Facts._fields))
         return facts if size_class is None else facts.take(np.flatnonzero(size_classes(facts) == size_class))

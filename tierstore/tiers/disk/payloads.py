@@ -211,8 +211,7 @@ class _PieceHash:
 
 
 Fill = Callable[[int, memoryview], None]
-"""Writes the payload of a page, given by its number in the batch, into a view. May raise
-:class:`OSError`."""
+"""Writes the payload of a page, given by its number in the batch, into a view. May raise :class:`OSError`."""
 
 
 class FilledBuffer(PageBuffer):

@@ -30,7 +30,7 @@ _KEPT = struct.Struct("<Q")  # encoded_bytes, after the tokens of an encoded pag
 _PLACE = struct.Struct("<8xq")
 _CREATED = struct.Struct("<81xd")
 _CHECKSUM = struct.Struct("<Q")
-_SERIAL_BYTES = 8
+SERIAL_BYTES = 8
 _FACTS = struct.Struct("<QqQQdQ")  # parent, place, room, tick, used_s, hits
 FACTS_BYTES = _FACTS.size
 FACTS_DTYPE = np.dtype(
@@ -226,7 +226,7 @@ def described(key: bytes, data: bytes) -> bytes | None:
     """Return a stored record as a row of ``FACTS_DTYPE`` with the creation as its only use; None if the
     record is damaged. Faster than :func:`decode`, because an opening calls it for every page."""
     end = len(data) - _CHECKSUM.size
-    if len(key) != _SERIAL_BYTES or end < _HEAD.size:
+    if len(key) != SERIAL_BYTES or end < _HEAD.size:
         return None
     serial = int.from_bytes(key, "big")
     if _CHECKSUM.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(memoryview(data)[:end], serial):

@@ -429,7 +429,7 @@ class Space:
         with self._lock:
             if nbytes <= self._inline_bytes and self._payload_fits(nbytes):
                 return Shortage.NONE
-            if self._slots is None or not self._index_fits(_RECORD_BYTES):
+            if self._slots is None or self._index_room() < _RECORD_BYTES:
                 return Shortage.INDEX
             return Shortage.NONE if self._slots.has_room(nbytes) else Shortage.SLOTS
 
@@ -501,16 +501,13 @@ class Space:
             accounted += sum(map(slot_bytes, self._vacant.values()))
             assert accounted == self.slots_used_bytes, f"{accounted} bytes are accounted for in {self._slots}"
 
-    def _index_fits(self, nbytes: int) -> bool:
-        return nbytes <= self._index_room()
-
     def _index_room(self) -> int:
         return index_room(self._index_bytes, self._index) - self._index_reserved
 
     def _payload_fits(self, nbytes: int) -> bool:
         payload = self._index.used_bytes - self._index.tree_bytes + self._payload_reserved
         cost = index_cost(nbytes, INLINE)
-        return payload + cost <= self._payload_bytes and self._index_fits(cost)
+        return payload + cost <= self._payload_bytes and cost <= self._index_room()
 
     def _count_reserved(self, place: int, nbytes: int, sign: int) -> None:
         self._index_reserved += sign * index_cost(nbytes, place)

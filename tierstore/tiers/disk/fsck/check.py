@@ -84,7 +84,8 @@ def fsck(
     watcher = watcher or CheckWatcher()
     directory = StoreDirectory.visit(path, make_lock=repair)
     try:
-        check = _Check(directory, repair, watcher, Findings(limit), io or FileIO())
+        index_bytes = directory.index.stat().st_size
+        check = _Check(directory, repair, watcher, Findings(limit), io or FileIO(), index_bytes)
         try:
             refuse_other_formats(directory)
             if stored_format(directory.index) is None:
@@ -107,22 +108,20 @@ def fsck(
         directory.release()
 
 
+@dataclass(slots=True)
 class _Check:
     """One run of the check."""
 
-    def __init__(
-        self, directory: StoreDirectory, repair: bool, watcher: CheckWatcher, findings: Findings, io: FileIO
-    ) -> None:
-        self._directory = directory
-        self._repair = repair
-        self._watcher = watcher
-        self._findings = findings
-        self._io = io
-        self._meta: StoreMeta | None = None
-        self._found: Examination | None = None
-        self._index_bytes = directory.index.stat().st_size
-        self._payload_seconds = 0.0
-        self._verified = (0, 0)
+    _directory: StoreDirectory
+    _repair: bool
+    _watcher: CheckWatcher
+    _findings: Findings
+    _io: FileIO
+    _index_bytes: int
+    _meta: StoreMeta | None = None
+    _found: Examination | None = None
+    _payload_seconds: float = 0.0
+    _verified: tuple[int, int] = (0, 0)  # pages, bytes
 
     def unfinished(self) -> None:
         """Check a directory whose index has no metadata, because the first opening was interrupted."""
@@ -212,7 +211,6 @@ class _Check:
 
     @contextmanager
     def _scrub(self, rows: npt.NDArray[np.void], files: ExtentFileSet) -> Iterator[ExtentScrub]:
-        """Verify the payloads of these rows on other threads."""
         assert self._meta is not None
         self._watcher.expect(len(rows), int(rows["nbytes"].sum()))
         self._watcher.phase("verifying")
@@ -235,7 +233,8 @@ class _Check:
         self._payload_seconds = max(scrub.seconds, inline_seconds)
         for verdict, why in WHY.items():
             found.condemn(chosen[verdicts == verdict], Category.DAMAGED, "payload", why)
-        self._verified = _sizes(rows[verdicts == PageVerdict.GOOD])
+        good = rows[verdicts == PageVerdict.GOOD]
+        self._verified = len(good), int(good["nbytes"].sum())
 
     def report(self, started: float) -> FsckReport:
         findings, found = self._findings, self._found
@@ -260,7 +259,3 @@ class _Check:
             seconds=time.perf_counter() - started,
             payload_seconds=self._payload_seconds,
         )
-
-
-def _sizes(rows: npt.NDArray[np.void]) -> tuple[int, int]:
-    return len(rows), int(rows["nbytes"].sum())

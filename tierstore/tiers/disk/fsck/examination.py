@@ -22,7 +22,7 @@ import numpy.typing as npt
 from tierstore.keys import Identity
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, PageName
-from tierstore.tiers.disk.index_db import MOST_COUNT, IndexDB, Misfiled
+from tierstore.tiers.disk.index_db import MOST_COUNT, IndexDB, Misfiled, by_serial
 from tierstore.tiers.disk.index_file import DamagedIndexError
 from tierstore.tiers.disk.page_table import parent_rows, reachable
 from tierstore.tiers.disk.records import (
@@ -30,6 +30,7 @@ from tierstore.tiers.disk.records import (
     INLINE,
     NEXT_SERIAL,
     PIECE_BYTES,
+    SERIAL_BYTES,
     TICK,
     TREES,
     PageRecord,
@@ -63,7 +64,6 @@ ROW_DTYPE = np.dtype(
 )
 LINK_DTYPE = np.dtype([("parent", ">u8"), ("names", "V32"), ("serial", ">u8")])
 PIECE_DTYPE = np.dtype([("serial", ">u8"), ("piece", ">u4")])
-_SERIAL_BYTES = 8
 _REFILINGS = 4  # passes: one pass may not find all keys, because a damaged key can hide other damaged keys
 
 
@@ -140,13 +140,13 @@ def whole_entries(index_db: IndexDB, tree: bytes) -> Callable[[bytes, bytes], bo
         return described(key, value) is not None
 
     def is_of_record(key: bytes, value: bytes) -> bool:
-        serial = int.from_bytes(key[-_SERIAL_BYTES:], "big")
+        serial = int.from_bytes(key[-SERIAL_BYTES:], "big")
         record = next(index_db.records([serial]), None)
         if record is None:
             return False
         if tree == b"children":
             return key == link_of(record)
-        return len(key) == _SERIAL_BYTES and value[:24] == encode_facts(record, PageUse(0, 0.0, 0))[:24]
+        return len(key) == SERIAL_BYTES and value[:24] == encode_facts(record, PageUse(0, 0.0, 0))[:24]
 
     def is_root(key: bytes, value: bytes) -> bool:
         identity = identity_of(value)
@@ -180,8 +180,8 @@ def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
         rows=records.rows,
         digests=records.digests,
         damaged=records.damaged,
-        facts=_facts(trees, odd),
-        links=_links(trees, odd),
+        facts=by_serial(decode_facts(_packed(trees, b"facts", odd, SERIAL_BYTES, FACTS_BYTES))),
+        links=np.frombuffer(_packed(trees, b"children", odd, LINK_DTYPE.itemsize, 0), LINK_DTYPE),
         pieces=_pieces(trees, odd),
         roots=roots,
         bad_roots=bad_roots,
@@ -201,7 +201,7 @@ def read_records(index_db: IndexDB, *, sealed: bool) -> Records:
     numbers: dict[bytes, int] = {}
     damaged: dict[int, int] = {}
     for key, value in _Trees(index_db, {b"pages": misfiled}).entries(b"pages"):
-        if len(key) != _SERIAL_BYTES:
+        if len(key) != SERIAL_BYTES:
             odd.append((b"pages", key))
             continue
         serial = int.from_bytes(key, "big")
@@ -224,7 +224,7 @@ def read_records(index_db: IndexDB, *, sealed: bool) -> Records:
             record.created_s,
             link_of(record),
         )
-    return Records(_by_serial(np.frombuffer(packed, ROW_DTYPE)), list(numbers), damaged, odd, misfiled)
+    return Records(by_serial(np.frombuffer(packed, ROW_DTYPE)), list(numbers), damaged, odd, misfiled)
 
 
 def _is_possible(record: PageRecord) -> bool:
@@ -238,25 +238,17 @@ def _is_possible(record: PageRecord) -> bool:
     )
 
 
-def _facts(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
+def _packed(trees: _Trees, tree: bytes, odd: list[tuple[bytes, bytes]], key: int, value: int) -> bytearray:
+    """Return the entries of a tree, one after the other, that have keys and values of these sizes. Add all
+    other entries to ``odd``."""
     packed = bytearray()
-    for key, value in trees.entries(b"facts"):
-        if len(key) == _SERIAL_BYTES and len(value) == FACTS_BYTES:
-            packed += key
-            packed += value
+    for stored, data in trees.entries(tree):
+        if len(stored) == key and len(data) == value:
+            packed += stored
+            packed += data
         else:
-            odd.append((b"facts", key))
-    return _by_serial(decode_facts(packed))
-
-
-def _links(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
-    packed = bytearray()
-    for key, value in trees.entries(b"children"):
-        if len(key) == LINK_DTYPE.itemsize and not len(value):
-            packed += key
-        else:
-            odd.append((b"children", key))
-    return np.frombuffer(packed, LINK_DTYPE)
+            odd.append((tree, stored))
+    return packed
 
 
 def _pieces(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
@@ -276,7 +268,7 @@ def _roots(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> tuple[dict[int, Ide
     last: dict[bytes, int] = {}
     for key, value in trees.entries(b"roots"):
         serial = int.from_bytes(key, "big")
-        if len(key) != _SERIAL_BYTES:
+        if len(key) != SERIAL_BYTES:
             odd.append((b"roots", key))
             continue
         try:
@@ -290,12 +282,6 @@ def _roots(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> tuple[dict[int, Ide
             bad.append(before)
         last[roots[serial].digest] = serial
     return roots, bad
-
-
-def _by_serial(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    if len(rows) < 2 or bool((rows["serial"][1:] > rows["serial"][:-1]).all()):
-        return rows
-    return rows[np.unique(rows["serial"], return_index=True)[1]]
 
 
 # -- comparison of the trees -------------------------------------------------------------------------
@@ -566,7 +552,6 @@ def misplaced(rows: npt.NDArray[np.void], unit_bytes: int) -> npt.NDArray[np.boo
 
 
 def _can_be_slots(places: npt.NDArray[np.int64], size: int, unit_bytes: int) -> npt.NDArray[np.bool_]:
-    """Return which places are a whole number of slots after a unit border."""
     most = _MOST_SLOTS_TRIED + unit_bytes // size
     beyond = np.unique(np.arange(most + 1, dtype=np.int64) * size % unit_bytes)
     result: npt.NDArray[np.bool_] = np.isin(places % unit_bytes, beyond)

@@ -261,7 +261,6 @@ class _Scrubber:
                     yield page.row, self._alone(page)
 
     def _is_page(self, page: _Payload, payload: memoryview) -> bool:
-        """Return whether this complete payload matches the page's checksum."""
         if page.codec:
             codec = by_number(page.codec)
             if codec is None or page.page_bytes > _LARGEST_ENCODED:
