@@ -1,17 +1,17 @@
-"""A pool with more pages than memory: which pages have memory, and which of them make room.
+"""A pool with more pages than fit into its memory: decides which pages have memory.
 
-Every page of a :class:`BeyondPool` has a number, as in any pool. Only ``resident_pages`` of them have memory
-at a time. The content of the others lies *beyond*::
+Every page of a :class:`BeyondPool` has a number, as in any pool, but only ``resident_pages`` pages have
+memory at a time. The contents of all other pages are *beyond*, in a slower storage::
 
     page        0       1       2       3     4       5
     content     memory  beyond  memory  none  beyond  memory     none: allocated or free, not written yet
 
-Beyond the memory of a CPU is a file (:mod:`tierstore.tiers.overflow`). Beyond the memory of a GPU is host
-memory, in such a pool of the CPU, and beyond that its file (:mod:`tierstore.tiers.device_overflow`).
+For a pool on a CPU, the storage beyond is a file (:mod:`tierstore.tiers.overflow`). For a pool on a GPU, it
+is host memory, and then a file (:mod:`tierstore.tiers.device_overflow`).
 
-Memory is given and taken only in :meth:`BeyondPool.prepare`, between two steps of the engine. The other
-methods may run on other threads during a step, so they never take memory from a page. Without room they write
-beyond.
+Pages with contents lose their memory only in :meth:`BeyondPool.prepare`, which the engine calls between two
+steps. All other methods may run on other threads during a step. If they need memory and none is free, they
+write the page beyond.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from tierstore.tiers.large_pages import PoolSize
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 NONE, MEMORY, BEYOND, LOST = range(4)  # where a page's content is
-_IDLE_STEPS = 8  # a page that was not used for this long makes room for pages in use
+_IDLE_STEPS = 8  # a page that was not used for this many steps may lose its memory to a page in use
 
 
 class LostPagesError(TierStoreError):
-    """The overflow file did not return these pages as they were written."""
+    """The overflow file did not return the written bytes of these pages."""
 
     def __init__(self, pages: Iterable[int], why: str) -> None:
         self.pages = frozenset(pages)
@@ -48,49 +48,49 @@ class LostPagesError(TierStoreError):
 
 
 class OverflowFailedError(TierStoreError):
-    """The overflow file takes no more pages."""
+    """No more pages can be written beyond a pool's memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverflowStats:
-    """A snapshot of the pages beyond a pool's memory. Counters start with the pool."""
+    """A snapshot of the pages beyond a pool's memory. Counters start when the pool is opened."""
 
     file_bytes: int
-    pages: int  # whose content is only in the file
+    pages: int  # pages whose contents are only in the file
     read_bytes: int
     written_bytes: int
     lost_pages: int
-    failed: bool  # whether the file takes no more pages
-    host_pages: int = 0  # pages of a GPU's pool whose content is in host memory
+    failed: bool  # whether no more pages can be written to the file
+    host_pages: int = 0  # pages of a GPU's pool whose contents are in host memory
 
 
 class BeyondPool(PagePool):
     """A pool in which at most ``resident_pages`` pages have memory. ``spec`` has one layer group.
 
-    A subclass says how pages get memory and where their content goes: :meth:`_give_memory`,
-    :meth:`_take_memory`, :meth:`_write_here`, :meth:`_write_beyond`, :meth:`_bring` and :meth:`_read`. They
-    are called with the lock held.
+    A subclass implements how pages get memory and where their contents are stored beyond it:
+    :meth:`_give_memory`, :meth:`_take_memory`, :meth:`_write_here`, :meth:`_write_beyond`, :meth:`_bring` and
+    :meth:`_read`. These methods are called with the lock held.
     """
 
     own_memory = True
     resident_pages: int
 
     def _track(self, num_pages: int, *, at_once: int) -> None:
-        """Begin with no content. ``at_once`` is the number of pages that move together."""
+        """Begin with pages that have no contents. At most ``at_once`` pages move together."""
         self._at_once = at_once
         # Guarded by the lock.
         self._lock = threading.RLock()
         self._content = np.full(num_pages, NONE, np.uint8)
         self._backed = np.zeros(num_pages, bool)  # whether a page has memory
-        self._kept = np.zeros(num_pages, bool)  # whether a page in memory has a copy beyond
-        self._used_at = np.zeros(num_pages, np.int64)  # the last step that used a page
+        self._kept = np.zeros(num_pages, bool)  # whether a page in memory also has a valid copy beyond
+        self._used_at = np.zeros(num_pages, np.int64)  # number of the last step that used a page
         self._step = 0
         self._lost = 0
 
     @property
     @abstractmethod
     def failed(self) -> str | None:
-        """Why no more pages can go beyond the memory; None if they can."""
+        """The reason why no more pages can be written beyond the memory; None if they can."""
 
     @property
     @abstractmethod
@@ -103,7 +103,7 @@ class BeyondPool(PagePool):
         return bool(self._content[page] == MEMORY)
 
     def is_beyond(self, pages: Numbers) -> npt.NDArray[np.bool_]:
-        """Return which of these pages have their content only beyond the memory."""
+        """Return which of these pages have their contents only beyond the memory."""
         there: npt.NDArray[np.bool_] = self._content[pages] == BEYOND
         return there
 
@@ -113,8 +113,7 @@ class BeyondPool(PagePool):
             super().free(pages)
 
     def _forget(self, pages: Numbers) -> None:
-        """Drop the content of these pages. Their memory stays for the next pages, as long as it is not
-        needed."""
+        """Drop the contents of these pages. They keep their memory until another page needs it."""
         self._content[pages] = NONE
         self._kept[pages] = False
 
@@ -122,11 +121,11 @@ class BeyondPool(PagePool):
 
     @abstractmethod
     def _give_memory(self, pages: Numbers) -> None:
-        """Give memory to pages that have none. There is room for them."""
+        """Give memory to pages that have none. The caller ensures that there is enough."""
 
     @abstractmethod
     def _take_memory(self, pages: Numbers) -> None:
-        """Take the memory from these pages (ascending)."""
+        """Take the memory from these pages (in ascending order)."""
 
     @abstractmethod
     def _write_here(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -134,26 +133,26 @@ class BeyondPool(PagePool):
 
     @abstractmethod
     def _write_beyond(self, pages: Numbers, sources: Numbers | None = None) -> None:
-        """Write pages (ascending) beyond the memory, from the host addresses ``sources`` or from their own
-        memory. Raises :class:`OverflowFailedError`."""
+        """Write pages (in ascending order) beyond the memory, from the host addresses ``sources`` (None: from
+        the pages' memory). Raise :class:`OverflowFailedError` if they cannot be written."""
 
     @abstractmethod
     def _bring(self, pages: Numbers) -> None:
-        """Copy pages into their memory from beyond, and note that they are there. Raises
-        :class:`LostPagesError`."""
+        """Copy pages from beyond into their memory, and record that their contents are in memory. Raise
+        :class:`LostPagesError` if the written bytes cannot be read."""
 
     @abstractmethod
     def _read(self, copies: Sequence[tuple[int, int]], after: Event | None) -> set[int]:
-        """Copy pages to host addresses. Return the lost ones."""
+        """Copy pages to host addresses: (page, address) pairs. Return the lost pages."""
 
     # -- between two steps -------------------------------------------------------------------------------
 
     def prepare(self, written: Sequence[int] | Numbers, used: Sequence[int] | Numbers) -> None:
-        """Give memory to the pages that the next step writes, and to those of its other pages (``used``) for
-        which there is room.
+        """Give memory to the pages that the next step writes, and then to the pages that it reads (``used``),
+        as far as there is room.
 
-        Raises :class:`LostPagesError` if pages are lost that the step needs, and :class:`OverflowFailedError`
-        if the pages that have to make room cannot be written.
+        Raise :class:`LostPagesError` if the step needs lost pages, and :class:`OverflowFailedError` if the
+        pages that have to lose their memory cannot be written beyond it.
         """
         wanted = np.unique(np.asarray(written, np.int64))
         needed = np.union1d(wanted, np.asarray(used, np.int64))
@@ -161,7 +160,8 @@ class BeyondPool(PagePool):
             self._step += 1
             self._used_at[needed] = self._step
             if (self._content[needed] == LOST).any():
-                # All at once: otherwise the next attempt could find another one in the cache.
+                # Report all lost pages: with only some of them, the next attempt could find another lost
+                # page.
                 lost = np.flatnonzero(self._content == LOST)
                 raise LostPagesError(lost.tolist(), "the overflow file has failed")
             if len(wanted) > self.resident_pages:
@@ -170,13 +170,14 @@ class BeyondPool(PagePool):
                 )
             self._admit(wanted, keep=wanted)
             self._content[wanted] = MEMORY
-            self._kept[wanted] = False  # they are about to change
+            self._kept[wanted] = False  # the step will change these pages, so copies beyond become invalid
             outside = needed[self._content[needed] == BEYOND]
             if len(outside):
                 self._promote(outside)
 
     def _admit(self, pages: Numbers, *, keep: Numbers) -> None:
-        """Bring ``pages`` into memory. Pages other than these and ``keep`` make room."""
+        """Bring ``pages`` into memory. Other pages lose their memory if necessary, except those in
+        ``keep``."""
         keep = np.union1d(pages, keep)
         for some in batches(pages[~self._backed[pages]], self._at_once):
             self._make_room(len(some), keep=keep)
@@ -186,16 +187,16 @@ class BeyondPool(PagePool):
         self._bring(pages[self._content[pages] == BEYOND])
 
     def _promote(self, pages: Numbers) -> None:
-        """Bring pages in use into memory, as far as there is room beside other pages in use."""
+        """Bring pages in use into memory, as far as this takes no memory from other pages in use."""
         room = self.resident_pages - int(self._backed.sum())
         spare = self._backed & ((self._content == NONE) | (self._used_at < self._step - _IDLE_STEPS))
         chosen = pages[: room + int(spare.sum())]
-        with contextlib.suppress(OverflowFailedError):  # they stay beyond
+        with contextlib.suppress(OverflowFailedError):  # then the pages stay beyond
             self._admit(chosen, keep=np.flatnonzero(self._backed & ~spare))
 
     def _make_room(self, count: int, *, keep: Numbers) -> None:
-        """Take memory from pages other than ``keep`` until ``count`` pages can have some: first from pages
-        without content, and then from those that were not used for longest."""
+        """Take memory from pages other than ``keep`` until there is memory for ``count`` pages: first from
+        pages without contents, and then from the least recently used pages."""
         excess = count - (self.resident_pages - int(self._backed.sum()))
         if excess <= 0:
             return
@@ -213,12 +214,14 @@ class BeyondPool(PagePool):
         except OverflowFailedError:
             if (self._used_at[full] == self._step).any():
                 raise
-            self.lose(full.tolist())  # pages of other steps are computed again
+            self.lose(
+                full.tolist()
+            )  # the current step does not need these pages; they are computed again later
         self._backed[leaving] = False
         self._take_memory(leaving)
 
     def lose(self, pages: Iterable[int]) -> None:
-        """Record that the content of these pages is lost. They are lost until they are freed."""
+        """Record that the contents of these pages are lost. The pages count as lost until they are freed."""
         with self._lock:
             lost = np.fromiter(pages, np.int64)
             self._lost += int((self._content[lost] != LOST).sum())
@@ -227,7 +230,7 @@ class BeyondPool(PagePool):
     # -- on any thread -----------------------------------------------------------------------------------
 
     def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
-        """Copy pages to host memory. Raises :class:`LostPagesError`."""
+        """Copy pages to host memory. Raise :class:`LostPagesError` if one of the pages is lost."""
         with self._lock:
             lost = self._read(list(copies), after)
         if lost:
@@ -242,8 +245,8 @@ class BeyondPool(PagePool):
         return [None if page in lost else each for (page, _), each in zip(copies, sums, strict=True)]
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy from host memory into pages, in memory as far as there is room. A page that cannot be written
-        beyond it is lost."""
+        """Copy from host memory into pages. Pages for which there is no memory are written beyond it. A page
+        that cannot be written there is lost."""
         with self._lock:
             pairs = list(copies)
             targets = np.array([page for page, _ in pairs], np.int64)
@@ -271,7 +274,7 @@ class BeyondPool(PagePool):
                     self.lose(pages.tolist())
 
     def copy_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy within the pool, through host memory. The copy of a lost page is lost."""
+        """Copy within the pool, through host memory. The copy of a lost page counts as lost, too."""
         memory = Memory(self.spec.page_bytes, shared=False, huge_pages=False)
         with self._lock:
             for to, of in copies:
@@ -286,6 +289,6 @@ class BeyondPool(PagePool):
 
 
 def batches(pages: Numbers, most: int) -> Iterator[Numbers]:
-    """Yield ``pages``, at most ``most`` at a time."""
+    """Yield slices of ``pages`` with at most ``most`` pages each."""
     for first in range(0, len(pages), most):
         yield pages[first : first + most]

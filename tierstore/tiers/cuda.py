@@ -1,14 +1,14 @@
-"""A CUDA device through its driver interface (``libcuda.so.1``) and ctypes.
+"""A CUDA device, used through the driver interface (``libcuda.so.1``) and ctypes.
 
-CuPy and torch are not used, so that the store stays small and importable without them. Every call that may
-take long, or may wait for a lock of the driver, releases the GIL. (Pinning memory holds such locks for
-seconds.) The device's *primary* context is used, the same that torch and CuPy compute in, so they share
-addresses and streams. It is made current for each single call, because the calling thread may compute on
-another device. Signatures are those of ``cuda.h``. Names with ``_v2`` are those that the header substitutes
-for the plain ones.
+CuPy and torch are not used, so that the store can be installed and imported without them. Every call that may
+take long, or may wait for a lock of the driver, releases the GIL. (Pinning memory holds driver locks for
+seconds.) All calls use the device's *primary* context, in which torch and CuPy also compute, so addresses and
+streams can be shared with them. The context is made current for each single call, because the calling thread
+may compute on another device. Signatures are those of ``cuda.h``. Names end in ``_v2`` where the header
+replaces the plain name by it.
 
-Choices: memory by ``cuMemAlloc``, the only kind that ``cuIpcGetMemHandle`` exports; streams that do not wait
-for the legacy default stream; events that let a waiting thread sleep and take no time stamps.
+Memory is allocated by ``cuMemAlloc``, because ``cuIpcGetMemHandle`` exports no other memory. Streams do not
+wait for the legacy default stream. Events let a waiting thread sleep, and record no time.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _STREAM_NON_BLOCKING = 1
 _EVENT_SLEEPS_WITHOUT_TIME = 1 | 2  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
 _REGISTER_PORTABLE_MAPPED = 1 | 2
 _IPC_HANDLE_BYTES = 64
-_IPC_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, which the function requires
+_IPC_LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, which cuIpcOpenMemHandle requires
 _CAN_USE_HOST_POINTER_FOR_REGISTERED_MEM = 91
 _VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED = 102
 _ALLOCATION_PINNED = 1  # CU_MEM_ALLOCATION_TYPE_PINNED
@@ -94,12 +94,12 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
-# Many copies in one call. The function has eight arguments since CUDA 13. In CUDA 12.8 it had a ninth, the
-# index of a failure. A driver that has the first also has the second, under its old name.
+# Functions for many copies in one call. The function of CUDA 13 has eight arguments. That of CUDA 12.8 has
+# nine: one is for the index of a failed copy. Drivers with the newer function also have the older one.
 _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
 _BATCHES = {"cuMemcpyBatchAsync_v2": (*_BATCH, c_void_p), "cuMemcpyBatchAsync": (*_BATCH, c_void_p, c_void_p)}
 _MOST_COPIES = 4096
-"""Copies in one call. Drivers have crashed with 50,000 (vllm-project/vllm issue 49276)."""
+"""Most copies in one call. Drivers have crashed with 50,000 (vllm-project/vllm issue 49276)."""
 
 
 class _Location(ctypes.Structure):
@@ -107,7 +107,7 @@ class _Location(ctypes.Structure):
 
 
 class _CopyAttributes(ctypes.Structure):
-    """``CUmemcpyAttributes``. The two hints are for managed memory."""
+    """``CUmemcpyAttributes``. ``source`` and ``to`` are hints for managed memory only."""
 
     _fields_ = (("order", c_int), ("source", _Location), ("to", _Location), ("flags", c_uint))
 
@@ -135,8 +135,8 @@ class _Access(ctypes.Structure):
 
 
 _THREADS_OWN = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorName")
-"""Functions that only use the calling thread's state or constants, and so never wait. Two of them surround
-each call. Releasing the GIL for them would only hand it to other threads, twice."""
+"""Functions that never wait, because they only use constants or the calling thread's state. Two of them are
+called around each other call, so they keep the GIL: releasing it would let other threads run in between."""
 
 
 def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
@@ -144,14 +144,15 @@ def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
     try:
         driver = ctypes.CDLL(name)
         for function, signature in _SIGNATURES.items():
-            getattr(driver, function).argtypes = signature  # indexing would make a new one each time
+            # getattr caches the function object; driver[function] would return a new one each time.
+            getattr(driver, function).argtypes = signature
     except (OSError, AttributeError) as error:
         raise DeviceError(f"no CUDA device: NVIDIA's driver cannot be used ({error})") from error
     return driver
 
 
 def _with_gil(driver: ctypes.CDLL) -> ctypes.PyDLL:
-    """Return the same library, for calls that keep the GIL."""
+    """Return the driver's library for calls that keep the GIL."""
     quick = ctypes.PyDLL(driver._name, handle=driver._handle)
     for function in _THREADS_OWN:
         getattr(quick, function).argtypes = _SIGNATURES[function]
@@ -159,8 +160,8 @@ def _with_gil(driver: ctypes.CDLL) -> ctypes.PyDLL:
 
 
 def _batch_function(driver: ctypes.CDLL) -> str | None:
-    """Return the name of the driver's newest function for many copies, with its signature set; None if there
-    is none."""
+    """Set the signature of the driver's newest function for many copies, and return its name; None if the
+    driver has no such function."""
     for name, signature in _BATCHES.items():
         try:
             getattr(driver, name).argtypes = signature
@@ -173,10 +174,8 @@ def _batch_function(driver: ctypes.CDLL) -> str | None:
 class CudaDevice:
     """The CUDA device number ``index``. Implements :class:`tierstore.tiers.device.Device`.
 
-    ``host_pointers``: kernels can use the addresses of registered host memory unchanged. ``refused_batches``
-    counts how often the driver refused many copies in one call although it has a function for that; the
-    copies were then made one by one.
-    """
+    ``refused_batches`` is the number of calls with many copies that the driver refused. Their copies were
+    made one by one."""
 
     def __init__(self, index: int = 0, *, driver: ctypes.CDLL | None = None) -> None:
         self.name = f"cuda:{index}"
@@ -185,7 +184,9 @@ class CudaDevice:
         self._driver = driver if driver is not None else open_driver()
         self._quick = _with_gil(self._driver)
         self._context = c_void_p()
-        self._popped = byref(c_void_p())  # made here, because an event may outlive the names of this module
+        self._popped = byref(
+            c_void_p()
+        )  # for _destroy_event, which may run after this module's globals are gone
         device = c_int()
         self._call_bare("cuInit", 0)
         self._call_bare("cuDeviceGet", byref(device), index)
@@ -306,7 +307,8 @@ class CudaDevice:
         self._call("cuEventSynchronize", event.handle)
 
     def _destroy_event(self, handle: int) -> None:
-        """Destroy an event. At interpreter exit the driver may be unloaded first, so errors are ignored."""
+        """Destroy an event. Errors are ignored, because at interpreter exit the driver may be unloaded
+        already."""
         if self._quick.cuCtxPushCurrent_v2(self._context) == 0:
             self._driver.cuEventDestroy_v2(handle)
             self._quick.cuCtxPopCurrent_v2(self._popped)
@@ -331,8 +333,8 @@ class CudaDevice:
     def _copy_batch(
         self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> bool:
-        """Queue the copies with one call. Return False, with nothing queued, if the driver has no such
-        function or refuses."""
+        """Put the copies on the stream with one call. Return False, with no copy made, if the driver has no
+        function for this or refuses."""
         if self._batch is None:
             return False
         arrays = [np.ascontiguousarray(array, np.uint64) for array in (to, sources, sizes)]
@@ -370,8 +372,9 @@ class CudaDevice:
 
 
 class DeviceArray:
-    """Device memory in the form that CuPy, torch and numba accept: ``torch.as_tensor(array, device=…)``
-    copies nothing. ``stride`` is the distance of its rows in bytes (None: contiguous)."""
+    """Device memory in the form that CuPy, torch and numba accept without a copy, for example in
+    ``torch.as_tensor(array, device=…)``. ``stride`` is the distance of its rows in bytes (None:
+    contiguous)."""
 
     def __init__(self, address: int, shape: tuple[int, ...], *, stride: int | None = None) -> None:
         self.__cuda_array_interface__ = {

@@ -1,12 +1,11 @@
 """The interface of a device with its own memory: streams, events, asynchronous copies.
 
-Work on one *stream* runs in order. Work on different streams is ordered only by *events*. Only
-:meth:`Device.synchronize` waits for the device, and only its return says that bytes have arrived. All methods
-are thread-safe, release the GIL if they may wait, and raise :class:`DeviceError` if the driver refuses.
+Work on one *stream* runs in order. Work on different streams is ordered only by *events*. A copy has ended
+for certain only after :meth:`Device.synchronize` with a later event has returned. All methods are
+thread-safe, release the GIL if they may wait, and raise :class:`DeviceError` if the driver refuses.
 
-The one implementation is :class:`tierstore.tiers.cuda.CudaDevice`. Streams and addresses are plain ints, so
-that torch and CuPy can share them.
-"""
+:class:`tierstore.tiers.cuda.CudaDevice` implements the interface. Streams and addresses are ints, so that
+torch and CuPy can use them too."""
 
 from __future__ import annotations
 
@@ -31,19 +30,19 @@ class DeviceError(TierStoreError):
 
 
 class DeviceMemoryError(DeviceError):
-    """The device has not enough free memory."""
+    """The device does not have enough free memory."""
 
 
 class SourceOrder(enum.IntEnum):
     """When a copy may read its source. The numbers are CUDA's."""
 
-    STREAM = 1  # in stream order, after earlier writes to it on the device
-    ANY = 3  # any time after the call: for host memory that nothing on the device writes
+    STREAM = 1  # in stream order: after earlier writes to the source on the device
+    ANY = 3  # at any time after the call: for host memory to which the device does not write
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMemory:
-    """Bytes of a device's memory."""
+    """The free and the total bytes of a device's memory."""
 
     free: int
     total: int
@@ -78,19 +77,19 @@ class Device(Protocol):
         """Whether kernels can use the addresses of registered host memory unchanged."""
 
     def memory(self) -> DeviceMemory:
-        """Return the free and the total bytes of memory."""
+        """Return the size of the device's memory."""
 
     def allocate(self, nbytes: int) -> int:
         """Allocate memory that can be shared with other processes, and return its address. Raise
-        :class:`DeviceMemoryError` if there is not enough."""
+        :class:`DeviceMemoryError` if there is too little free memory."""
 
     def free(self, address: int) -> None:
-        """Free memory of :meth:`allocate`. Waits for the device."""
+        """Free memory of :meth:`allocate`, after all work on the device."""
 
     @property
     def granule_bytes(self) -> int:
-        """The size of the pieces in which memory can be mapped to reserved addresses; 0 if that is not
-        possible."""
+        """The size of a *granule*, the unit in which memory can be mapped to reserved addresses; 0 if the
+        device cannot map memory."""
 
     def reserve(self, nbytes: int) -> int:
         """Reserve ``nbytes`` of addresses without memory, in whole granules. Return the first address."""
@@ -100,57 +99,57 @@ class Device(Protocol):
 
     def map(self, address: int, nbytes: int) -> None:
         """Map new memory to reserved addresses, in whole granules. Raise :class:`DeviceMemoryError` if there
-        is not enough."""
+        is too little free memory."""
 
     def unmap(self, address: int, nbytes: int) -> None:
-        """Unmap the memory of an earlier :meth:`map` with the same arguments. Does not wait: all work on it
-        must be done."""
+        """Unmap the memory of an earlier :meth:`map` with the same arguments. All work on the memory must
+        have ended, because this method does not wait."""
 
     def view(self, address: int, shape: tuple[int, ...], *, stride: int | None = None) -> Any:
         """Return memory of this device as an array of uint8 that the device's compute libraries accept.
-        ``stride`` is the distance of its rows in bytes (None: contiguous)."""
+        ``stride`` is the distance of the array's rows in bytes (None: contiguous)."""
 
     def share(self, address: int) -> bytes:
         """Return the handle with which another process opens memory of :meth:`allocate`."""
 
     def open(self, handle: bytes) -> int:
-        """Return the address of memory that another process shares by this handle. It stays open until this
-        process ends."""
+        """Return the address of memory that another process shares by this handle. The memory stays open
+        until this process ends."""
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin host memory, populated or not, so that copies access it directly. Takes long for many GiB.
-        Refused for memory that is already registered."""
+        """Pin host memory, so that copies access it directly. Takes long for many GiB. Raise
+        :class:`DeviceError` for memory that is already registered."""
 
     def unregister(self, address: int) -> None:
         """Unpin the memory that begins at ``address``."""
 
     def stream(self) -> Stream:
-        """Return a new stream, which never waits for the default stream."""
+        """Return a new stream, whose work does not wait for the default stream."""
 
     def release(self, stream: Stream) -> None:
-        """Release a stream of :meth:`stream`. Work on it still runs, and its events stay valid. No new work
-        may be put on it."""
+        """Release a stream of :meth:`stream`. Work already on the stream still runs, and its events stay
+        valid. No new work may be put on the stream."""
 
     def record(self, stream: Stream) -> Event:
-        """Return an event after all work on ``stream`` so far."""
+        """Return an event that is reached when all work so far on ``stream`` has ended."""
 
     def wait(self, stream: Stream, event: Event) -> None:
         """Order later work on ``stream`` after ``event``."""
 
     def reached(self, event: Event) -> bool:
-        """Return whether all work before ``event`` is done."""
+        """Return whether all work before ``event`` has ended."""
 
     def synchronize(self, event: Event) -> None:
         """Block until ``event`` is reached."""
 
     def copy(self, stream: Stream, to: int, source: int, nbytes: int) -> None:
-        """Queue a copy between any two memories on ``stream``."""
+        """Put a copy on ``stream``. Source and destination may be any memory of host or device."""
 
     def copy_many(
         self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> None:
-        """Queue many copies on ``stream`` with one call. They are not ordered among themselves. Host memory
-        must be registered."""
+        """Put many copies on ``stream`` with one call. They may run in any order. Host memory must be
+        registered."""
 
     def copy_each(self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses) -> None:
-        """Queue many copies one by one, between any two memories."""
+        """Put many copies on ``stream``, with one call of :meth:`copy` each."""

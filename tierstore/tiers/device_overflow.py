@@ -1,18 +1,18 @@
-"""A pool on a GPU with more pages than its memory: the others lie in host memory, and then in a file.
+"""A pool on a GPU with more pages than fit into its memory: other pages are in host memory or in a file.
 
-Pages on the device are in the *slots* of a :class:`~tierstore.tiers.device_pool.DevicePool`. Pages beyond are
-in the pool of a CPU (:class:`~tierstore.tiers.overflow.OverflowPool`), under the same numbers::
+Pages on the device are in the *slots* of a :class:`~tierstore.tiers.device_pool.DevicePool`. All other pages
+are in a CPU's pool (:class:`~tierstore.tiers.overflow.OverflowPool`), under the same numbers::
 
     page         0       1      2       3     4          of DeviceOverflowPool
     content      slot 2  beyond slot 0  none  beyond
     below        -       memory -       -     file       of the OverflowPool
 
-A page has its content in one of the two. It goes down when the device's memory is full, and up when a step
-writes to it or the device has room. Attention reads a page where it is,
-or a copy of a layer of it (:mod:`tierstore_engine.attention.push_down`).
+A page's contents are in one of the two pools. They move to the CPU's pool when the device's memory is full,
+and to the device when a step writes to the page or the device has room. Attention reads a page where it is,
+or reads a copy of one of its layers (:mod:`tierstore_engine.attention.push_down`).
 
-All copies are done when a call returns. The device pool's rules order them after computation on the pages.
-Computation after the call finds the pages complete, so there are no arrivals to wait for.
+All copies have ended when a call returns. The device pool's rules order them after computation on the pages.
+So computation that starts after the call needs no fence.
 """
 
 from __future__ import annotations
@@ -35,11 +35,9 @@ NO_SLOT = -1
 
 
 class DeviceOverflowPool(BeyondPool):
-    """The pages of ``hbm`` and ``below`` as one pool. ``below`` has room for the content of all pages that
-    are not in ``hbm``, and for ``moved_pages`` more.
-
-    ``array`` is the memory of the slots, and ``num_pages`` is the number of pages, not of slots.
-    """
+    """One pool over the pages of ``hbm`` and ``below``. ``below`` has room for the contents of all pages that
+    are not in ``hbm``, and for ``moved_pages`` more. ``array`` is the memory of the slots. ``num_pages`` is
+    the number of pages, not of slots."""
 
     def __init__(self, hbm: DevicePool, below: OverflowPool, *, moved_pages: int) -> None:
         self.hbm, self.below = hbm, below
@@ -53,8 +51,8 @@ class DeviceOverflowPool(BeyondPool):
 
     @classmethod
     def open(cls, spec: KVSpec, slots: int, overflow: Overflow, device: Device) -> DeviceOverflowPool:
-        """Open a pool with ``slots`` pages on ``device`` and further ones in ``overflow``. Raises
-        :class:`~tierstore.errors.UsageError` if a part of it has no room."""
+        """Open a pool with ``slots`` pages on ``device``, and all other pages in ``overflow``. Raise
+        :class:`~tierstore.errors.UsageError` if there is too little memory or disk space."""
         pages, moved = overflow.pages(spec, slots), overflow.moved_pages(spec)
         below = OverflowPool(
             spec, pages, resident_pages=overflow.host_pages(spec), directory=overflow.directory
@@ -78,7 +76,7 @@ class DeviceOverflowPool(BeyondPool):
             return replace(below, host_pages=beyond - below.pages, lost_pages=below.lost_pages + self._lost)
 
     def slots(self, pages: Numbers) -> Numbers:
-        """Return the slot of each of these pages, and :data:`NO_SLOT` for a page that is beyond."""
+        """Return the slot of each of these pages; :data:`NO_SLOT` for a page that is not on the device."""
         return np.where(self._content[pages] == MEMORY, self._slots[pages], NO_SLOT)
 
     def page_address(self, page: int) -> int:
@@ -115,7 +113,7 @@ class DeviceOverflowPool(BeyondPool):
 
     def _bring(self, pages: Numbers) -> None:
         for some in batches(pages, self._at_once):
-            self.below.prepare(some, ())  # those in the file get host memory
+            self.below.prepare(some, ())  # reads pages from the file into host memory
             self.hbm.write_pages(
                 (slot, self.below.page_address(page))
                 for page, slot in zip(some.tolist(), self._slots[some].tolist(), strict=True)
@@ -134,7 +132,7 @@ class DeviceOverflowPool(BeyondPool):
     def close(self) -> None:
         self.below.close()
 
-    # -- the device pool's ---------------------------------------------------------------------------------
+    # -- methods of the device pool ------------------------------------------------------------------------
 
     def computed(self) -> Event:
         return self.hbm.computed()

@@ -1,26 +1,27 @@
 """The hbm tier on a device with memory of its own, and the order of all work on its pages.
 
-Work runs on a *compute* stream (the engine's) and on four streams of the pool, which copy beside it: two up
-from host memory, one down to it, and one across within the pool. Streams are not ordered among themselves.
-Seven rules keep a page's bytes correct. Each is an event that a stream or a thread waits for:
+Work runs on the engine's *compute* stream and on four streams of the pool. Two of these copy *up* (from host
+memory), one copies *down* (to host memory), and one copies *across* (within the pool). The device does not
+order the work of different streams. Seven rules keep a page's bytes correct. For each rule, a stream or a
+thread waits for an event:
 
 1. A copy down begins after the computation of the page (``after`` in :meth:`read_pages`).
-2. A copy down ends before its call returns, which waits for the copy's event.
-3. Computation on a page waits for a copy into it, layer by layer (:meth:`arrivals`).
-4. A copy down or across waits for a copy into its source (``_filling``).
-5. A copy into a page begins after earlier computation on it (``device_region.py``, called by :meth:`free`).
-6. Computation on a page that was freed during a copy into it waits for that copy (likewise, and
-   :meth:`allocate`).
+2. A copy down ends before its call returns, because the call waits for the copy's event.
+3. Computation on a page waits for a copy into the page, layer by layer (:meth:`arrivals`).
+4. A copy down or across waits for a running copy into its source (``_filling``).
+5. A copy into a page begins after earlier computation on the page (``device_region.py``, called by
+   :meth:`free`).
+6. If a page is freed during a copy into it, later computation on the page waits for that copy
+   (``device_region.py`` and :meth:`allocate`).
 7. Memory is unmapped after all work that was on any stream when its last page was freed (``mapped.py``).
 
-Rules 5 and 6 also hold between the pools of a model's layer groups, which share a region: there they apply to
-large pages. The caller must keep the *source* of a copy until ``PendingCopy.wait`` returns.
+The pools of a model's layer groups share a region. Between these pools, rules 5 and 6 apply to large pages.
+The caller must keep the *source* of a copy until ``PendingCopy.wait`` returns.
 
-Large loads are copied layer by layer, layer 0 of all pages first, with an event after each layer: the model
-starts with layer 0 while the others are in flight. Small loads, single layers, and loads from unregistered
-memory (see ``pinned.py``) are copied whole. Loads too small for layers have their own stream: on a shared one
-they would wait for every earlier large load.
-"""
+Large loads are copied layer by layer, layer 0 of all pages first, with an event after each layer. So the
+model can compute layer 0 while later layers are being copied. Small loads, single layers, and loads from
+unregistered memory (see ``pinned.py``) are copied as a whole. Small loads have a stream of their own; on a
+common stream, they would wait for every earlier large load."""
 
 from __future__ import annotations
 
@@ -52,9 +53,9 @@ from tierstore.units import format_size
 _log = logging.getLogger(__name__)
 
 LAYERED_BYTES = 16 << 20
-"""Loads from this size on are cut into layers. Smaller ones arrive within a millisecond."""
+"""Loads of this size or more are copied layer by layer. Smaller loads take less than a millisecond."""
 
-FRACTION = 0.9  # share of the free memory, for pools that take what is free
+FRACTION = 0.9  # share of the device's free memory for a pool without a configured size
 
 
 class Gather(Protocol):
@@ -62,7 +63,7 @@ class Gather(Protocol):
 
     @property
     def below_bytes(self) -> int:
-        """The kernel is for fragments smaller than this; 0: for none. Measured at start."""
+        """The kernel is used for fragments smaller than this size, which is measured at start (0: never)."""
 
     def copy(self, stream: Stream, to: Addresses, sources: Addresses, nbytes: int) -> None:
         """Queue a copy of ``nbytes`` for each pair of addresses on ``stream``. Host memory must be
@@ -70,14 +71,14 @@ class Gather(Protocol):
 
 
 class _DeviceArrivals:
-    """The fence over copies into pages that a batch computes with."""
+    """A fence for copies into the pages that a batch computes with."""
 
     pending = True
 
     def __init__(
         self, device: Device, compute: Stream, fillings: Sequence[Filling], places: Mapping[int, int]
     ) -> None:
-        """``places`` maps the model's layers to the pool's."""
+        """``places`` maps the model's layer numbers to those of the pool."""
         self._device = device
         self._compute = compute
         self._fillings = fillings
@@ -94,8 +95,8 @@ class _DeviceArrivals:
 
 
 class _Upload:
-    """A stream for copies up. ``queueing`` is held while a load is put on it, so that no other load comes
-    between its copies and its events."""
+    """A stream for copies up. ``queueing`` is held while the copies and events of one load are put on the
+    stream, so that those of another load cannot come between them."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -103,11 +104,8 @@ class _Upload:
 
 
 class DevicePool(PagePool):
-    """A pool in the memory of a device. ``compute`` is the stream for computation on its pages, one for all
-    pools of a region.
-
-    Raise :class:`UsageError` with the sizes if there is not enough memory.
-    """
+    """A pool in the memory of a device. ``compute`` is the stream for computation on pages of all pools of
+    the region."""
 
     overlaps = True
 
@@ -120,9 +118,9 @@ class DevicePool(PagePool):
         most: int | None = None,
         layered_bytes: int = LAYERED_BYTES,
     ) -> None:
-        """Open a pool of ``num_pages`` pages in one allocation. With ``most``, the memory is mapped piece by
-        piece, so that :meth:`resize` can grow it to that number. A device that cannot do this keeps
-        ``num_pages``."""
+        """Open a pool of ``num_pages`` pages in one allocation. With ``most``, the memory is mapped in
+        pieces, so that :meth:`resize` can grow the pool to ``most`` pages. If the device cannot map pieces,
+        the pool keeps ``num_pages``. Raise :class:`UsageError` if there is not enough memory."""
         check_pages(spec, num_pages)
         try:
             region = DeviceRegion(device, spec.page_bytes, num_pages, most=most)
@@ -144,7 +142,7 @@ class DevicePool(PagePool):
         self.runtime = region.runtime
         self.compute: Stream = region.compute
         self.gather: Gather | None = None
-        """Set by the engine if it has such a kernel."""
+        """The engine's kernel for small copies; None if it has none. The engine sets this attribute."""
         self._region = region
         self._layered_bytes = layered_bytes
         layers = sorted(layer for group in spec.groups for layer in group.layers)
@@ -152,10 +150,10 @@ class DevicePool(PagePool):
         self._places = {layer: place for place, layer in enumerate(layers)}
         self._large, self._small = _Upload(region.stream()), _Upload(region.stream())
         self._down, self._across = region.stream(), region.stream()
-        # Held only briefly, because every step of computation takes it. Guards ``_filling``.
+        # Held only briefly, because every step of computation acquires it. Guards ``_filling``.
         self._lock = threading.Lock()
-        self._filling: dict[int, Filling] = {}  # page → the last copy into it, until it is done
-        self._distrusted = ""  # the reason, after invalidate()
+        self._filling: dict[int, Filling] = {}  # page → the last copy into it, until that copy has ended
+        self._distrusted = ""  # the reason given to invalidate(); empty before that call
 
     def share(self) -> bytes:
         """Return the handle with which another process on this machine opens the pool's memory."""
@@ -268,7 +266,7 @@ class DevicePool(PagePool):
     # -- inside ----------------------------------------------------------------------------------------
 
     def _under_way(self, pages: Iterable[int]) -> list[Filling]:
-        """Return the unfinished copies into ``pages``, each once."""
+        """Return the running copies into ``pages``, each once."""
         with self._lock:
             if not self._filling:
                 return []
@@ -279,16 +277,16 @@ class DevicePool(PagePool):
         return [filling for filling in found if filling not in done]
 
     def _fill(self, pages: Sequence[int], events: Sequence[Event]) -> Filling:
-        """Remember that ``pages`` are being filled. The caller has not published them yet, so no other
-        thread can have asked for them before."""
+        """Record that ``pages`` are being filled. No other thread can use these pages before this, because
+        the caller has not added them to the index yet."""
         filling = Filling(self.runtime, events)
         with self._lock:
             self._filling.update((page, filling) for page in pages)
         return filling
 
     def _await_former(self, stream: Stream, pages: Sequence[int]) -> None:
-        """Order later work on ``stream`` after earlier owners' computation on ``pages`` and after other
-        copies into them."""
+        """Order later work on ``stream`` after the computation of earlier owners of ``pages``, and after
+        running copies into them."""
         large_pages = self._large_of(pages)
         for event in self._region.computed_in(large_pages):
             self.runtime.wait(stream, event)  # rule 5
@@ -300,7 +298,7 @@ class DevicePool(PagePool):
     def _write(
         self, up: Stream, pages: Sequence[int], sources: Sequence[int], *, whole: bool
     ) -> Iterator[Event]:
-        """Queue the copies on their stream. Yield the event after each layer, or one after all layers."""
+        """Put the copies on stream ``up``. Yield an event after each layer, or one event after all layers."""
         to, of = self._addresses(pages), np.array(sources, np.uint64)
         if len(self._layers) < 2 or whole or not self._in_reach(of):
             self._copy(up, to, of, SourceOrder.ANY)
@@ -319,11 +317,11 @@ class DevicePool(PagePool):
         order: SourceOrder,
         nbytes: int | None = None,
     ) -> None:
-        """Queue copies of ``nbytes`` (None: a page) each on ``stream``, by the fastest method for them."""
+        """Put copies of ``nbytes`` each (None: of a page) on ``stream``, by the fastest possible method."""
         nbytes = nbytes or self.spec.page_bytes
         targets, origins = np.asarray(to, np.uint64), np.asarray(sources, np.uint64)
         if not (self._in_reach(targets) and self._in_reach(origins)):
-            # Only a plain copy works with unregistered memory.
+            # Unregistered memory can only be copied one range at a time.
             self.runtime.copy_each(stream, targets, origins, np.full(len(targets), nbytes, np.uint64))
             return
         gather = self.gather
@@ -334,8 +332,8 @@ class DevicePool(PagePool):
         self.runtime.copy_many(stream, targets, origins, sizes, order)
 
     def _in_reach(self, addresses: Addresses) -> bool:
-        """Return whether the copy engines can access all of these addresses: the pool itself, and registered
-        memory."""
+        """Return whether the copy engines can access all of these addresses: they are all in the region, or
+        all in registered host memory."""
         low, high = int(addresses.min()), int(addresses.max())
         return self._region.covers(low, high) or self._region.reach.covers(low, high)
 
@@ -348,8 +346,8 @@ class DevicePool(PagePool):
 def merge_neighbours(
     to: Addresses, sources: Addresses, nbytes: int
 ) -> tuple[Addresses, Addresses, Addresses]:
-    """Merge copies of ``nbytes`` each that are adjacent on both sides. Return destinations, sources and
-    sizes."""
+    """Merge copies of ``nbytes`` each whose sources and whose destinations are both adjacent. Return
+    destinations, sources and sizes."""
     step = np.uint64(nbytes)
     first = np.ones(len(to), bool)
     first[1:] = (to[1:] != to[:-1] + step) | (sources[1:] != sources[:-1] + step)
@@ -359,7 +357,7 @@ def merge_neighbours(
 
 
 def pages_that_fit(spec: KVSpec, device: Device, fraction: float = FRACTION) -> int:
-    """Return how many pages fit ``fraction`` of the device's free memory."""
+    """Return how many pages fit into ``fraction`` of the device's free memory."""
     return int(device.memory().free * fraction) // spec.page_bytes
 
 

@@ -1,12 +1,12 @@
-"""A device's memory for pools of pages, and the work in flight in it.
+"""A device's memory for pools of pages, and the work in flight on freed pages.
 
-Each layer group of a model has a pool, and all of these pools share one region, whose large pages move
-between pools with the load. A pool knows the work in flight on its own pages. When pages are freed, the
-region remembers the work in flight by large page, so that the next owner of that large page waits for it, in
-whichever pool. All pools compute on the region's one stream.
+Each layer group of a model has a pool. All of these pools share one region, and large pages move between the
+pools as needed. A pool tracks the work in flight on its own pages. When pages are freed, the region records
+their work in flight by large page, so that the next pool that uses the large page waits for this work. All
+pools compute on one stream of the region.
 
-A large page with several pages makes this coarser than necessary: a copy into one page also waits for
-computation on its neighbours, if they were freed last. The extra wait is at most one step.
+This waits longer than necessary if a large page has several pages: a copy into one page also waits for
+computation on other pages of the large page that were freed last. The additional wait is at most one step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = logging.getLogger(__name__)
 
 
 class Filling:
-    """A copy into pages, with one event per layer, or one for all layers."""
+    """A copy into pages, with one event per layer, or one event for all layers."""
 
     def __init__(self, device: Device, events: Sequence[Event]) -> None:
         self._device = device
@@ -53,8 +53,8 @@ class Filling:
 
 @dataclass(frozen=True, slots=True)
 class _Left:
-    """The work in flight in a large page when pages of it were last freed: the computation, and copies into
-    pages freed then or earlier."""
+    """The work that was in flight in a large page when pages of it were last freed: the computation, and the
+    copies into pages that were freed then or earlier."""
 
     computed: Event
     fillings: frozenset[Filling]
@@ -63,9 +63,9 @@ class _Left:
 class DeviceRegion:
     """``present`` large pages of ``large_bytes`` bytes in one allocation of ``device``. Thread-safe.
 
-    With ``most``, the memory is mapped piece by piece, so that ``large_pages`` can grow to that number. A
-    device that cannot do this keeps ``present``. Raise :class:`DeviceMemoryError` if there is not enough
-    memory.
+    With ``most``, the memory is mapped in pieces, so that ``large_pages`` can grow to that number. If the
+    device cannot map pieces, the number stays ``present``. Raise :class:`DeviceMemoryError` if there is not
+    enough memory.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class DeviceRegion:
         most: int | None = None,
         compute: Stream | None = None,
     ) -> None:
-        """``compute`` is the stream of computation on the pages (None: a new one)."""
+        """``compute`` is the stream for computation on the pages (None: a new stream)."""
         if most is not None and not device.granule_bytes:
             _log.warning("%s cannot map memory piece by piece: its page pool keeps its size", device.name)
             most = None
@@ -98,7 +98,7 @@ class DeviceRegion:
                 self._mapped.close()
                 raise DeviceMemoryError(f"{device.name} has less than {present * large_bytes} bytes free")
         memory = self.address if self._mapped is None else self._mapped
-        # At interpreter exit the driver may be unloaded first, so the finalizer must not call it then.
+        # The finalizer must not run at interpreter exit, because the driver may be unloaded before.
         weakref.finalize(self, _give_back, device, self._streams, memory).atexit = False
         self.reach = Reach(device)
         self.compute = self.stream() if compute is None else compute
@@ -106,15 +106,15 @@ class DeviceRegion:
         self._left: dict[int, _Left] = {}  # guarded by the lock; by large page
 
     def stream(self) -> Stream:
-        """Return a new stream for work on the region. It is released with the region."""
+        """Return a new stream for work on the region. The stream is released together with the region."""
         stream = self.runtime.stream()
         self._streams.append(stream)
         return stream
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
-        """Return the region as uint8 ``[count, nbytes]``, with rows ``stride`` bytes apart. The region lives
-        as long as the last of these arrays: computation on its pages uses the region's stream, and torch
-        returns to that stream as long as it has tensors that were used there."""
+        """Return the region as uint8 ``[count, nbytes]``, with rows ``stride`` bytes apart. The region exists
+        as long as one of these arrays exists. (Torch uses the region's stream as long as it has tensors that
+        were used on it.)"""
         array = self.runtime.view(self.address, (count, nbytes), stride=None if stride == nbytes else stride)
         weakref.finalize(array, _keep, self).atexit = False
         return array
@@ -130,8 +130,8 @@ class DeviceRegion:
     # -- work in flight in large pages whose pages are freed -----------------------------------------
 
     def leave(self, large_pages: Iterable[int], fillings: Mapping[int, Sequence[Filling]]) -> None:
-        """Record that pages in ``large_pages`` are about to be freed, while the copies ``fillings`` into them
-        may be in flight."""
+        """Record that pages in ``large_pages`` are about to be freed. ``fillings`` are the copies into these
+        pages that may be in flight, by large page."""
         computed = self.runtime.record(self.compute)
         with self._lock:
             for large_page in large_pages:
@@ -142,7 +142,7 @@ class DeviceRegion:
                 )
 
     def computed_in(self, large_pages: Iterable[int]) -> set[Event]:
-        """Return the computation in flight on freed pages in ``large_pages``."""
+        """Return events for the computation in flight on freed pages in ``large_pages``."""
         with self._lock:
             left = {
                 large_page: self._left[large_page] for large_page in large_pages if large_page in self._left
@@ -168,14 +168,14 @@ class DeviceRegion:
     # -- memory ------------------------------------------------------------------------------------------
 
     def settle(self, *, wait: bool = False) -> None:
-        """Release the memory of removed large pages, as far as no work on it is running. With ``wait``, wait
-        for that work."""
+        """Release the memory of removed large pages, except those on which work is running. With ``wait``,
+        wait for this work, and release all."""
         if self._mapped is not None and self._mapped.leaving:
             self._mapped.settle(wait=wait)
 
 
 def _keep(region: DeviceRegion) -> None:
-    """Do nothing. A finalizer keeps its arguments alive until it is called."""
+    """Do nothing. (A finalizer keeps its arguments alive until it is called.)"""
 
 
 def _allocate(device: Device, nbytes: int) -> int:

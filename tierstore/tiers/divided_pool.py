@@ -1,18 +1,18 @@
-"""Pages on several devices, for processes that compute a share of the heads, or a part of the pages, each.
+"""Pages on several devices, for processes that each compute some of the heads, or some of the pages.
 
-A page is still one page: it has one number, is allocated, loaded, saved and evicted as a whole, and has all
-heads in every tier below. On a device it is smaller, because it has the heads of that device only
-(:meth:`KVSpec.of_heads <tierstore.spec.KVSpec.of_heads>`). A copy up cuts a page into these shares, and a
-copy down joins them. If several devices have the same head, a copy down takes it from the first. The pages
-can be in *parts* (:mod:`tierstore.tiers.large_pages`), each on devices of its own, where they are numbered
-from the part's first page on. ::
+A page still has one number, is allocated, loaded, saved and evicted as a whole, and has all heads in host
+memory and on disk. On a device, the page has only the heads of this device
+(:meth:`KVSpec.of_heads <tierstore.spec.KVSpec.of_heads>`). A copy to the devices divides the page into these
+shares, and a copy to the host joins them. If several devices have the same head, a copy to the host reads it
+from the first of these devices. The pages can be in *parts* (:mod:`tierstore.tiers.large_pages`), each on
+separate devices. On its devices, a part's pages are numbered from 0. ::
 
     host     [ layer 0: K h0 h1 V h0 h1 | layer 1: K h0 h1 V h0 h1 ]
     cuda:0   [ K h0 V h0 | K h0 V h0 ]         cuda:1   [ K h1 V h1 | K h1 V h1 ]
 
-One process makes the memory on all devices and does all copies. A process that computes opens the memory of
-its device by a handle (:meth:`DeviceShare.attach`). Copies are done when their calls return, and no page may
-be copied while a step runs: the owner of the processes waits for each step on all devices.
+One process allocates the memory on all devices and does all copies. A process that computes opens the memory
+of its device by a handle (:meth:`DeviceShare.attach`). Copies have ended when their calls return. No page may
+be copied while a step runs: the first process waits for each step on all devices.
 """
 
 from __future__ import annotations
@@ -47,9 +47,8 @@ Pairs = Iterable[tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class ShareLayout:
-    """The memory of a share of the heads in one part: ``count`` large pages of ``large_bytes`` bytes.
-    ``specs`` are the layouts of each layer group's pages there. A large page has room for ``per_large`` of
-    them."""
+    """The memory on one device: ``count`` large pages of ``large_bytes`` bytes. ``specs`` has the layout of
+    each layer group's pages on the device. A large page has room for ``per_large`` pages of each group."""
 
     specs: tuple[KVSpec, ...]
     per_large: tuple[int, ...]
@@ -69,7 +68,7 @@ class ShareLayout:
 
 
 class DeviceShare:
-    """A share of the heads of all pages of a part, at ``address`` in the memory of one device."""
+    """One device's share of the heads of all pages of a part, at ``address`` in its memory."""
 
     def __init__(self, runtime: Device, address: int, layout: ShareLayout) -> None:
         self.runtime = runtime
@@ -80,7 +79,7 @@ class DeviceShare:
 
     @classmethod
     def allocate(cls, runtime: Device, layout: ShareLayout) -> DeviceShare:
-        """Make the memory. Raise :class:`UsageError` if the device has too little."""
+        """Allocate the memory. Raise :class:`UsageError` if the device has too little free memory."""
         free = runtime.memory().free
         try:
             if layout.nbytes > free:
@@ -91,13 +90,13 @@ class DeviceShare:
                 f"{runtime.name} has no room for its share of the pages, {format_size(layout.nbytes)}: "
                 f"{format_size(free)} are free"
             ) from error
-        # At interpreter exit the driver may be unloaded first.
+        # Not at interpreter exit, because the driver may be unloaded before.
         weakref.finalize(share, runtime.free, share.address).atexit = False
         return share
 
     @classmethod
     def attach(cls, runtime: Device, handle: bytes, layout: ShareLayout) -> DeviceShare:
-        """Open the memory of another process. It stays open until this process ends."""
+        """Open the memory that another process has allocated. It stays open until this process ends."""
         return cls(runtime, runtime.open(handle), layout)
 
     def handle(self) -> bytes:
@@ -108,8 +107,8 @@ class DeviceShare:
         return self.runtime.view(self.address, (count, nbytes), stride=None if stride == nbytes else stride)
 
     def pools(self) -> list[PagePool]:
-        """Return a pool for each layer group, to compute with. Which pages are free is known to
-        :class:`DividedPool` only."""
+        """Return a pool for each layer group, for computation only. Pages are allocated by
+        :class:`DividedPool`."""
         parts = zip(self.layout.specs, self.layout.per_large, strict=True)
         return [
             PagePool.within(spec, self, SmallPages(self.large_pages, per_large, spec.page_bytes))
@@ -118,11 +117,12 @@ class DeviceShare:
 
 
 class DividedRegion:
-    """The memory of the pools of a model, on several devices: a share for each. The shares of the first part
-    come first."""
+    """The memory of the pools of a model, on several devices. ``shares`` has the shares of the first part,
+    then those of the second part, and so on."""
 
     def __init__(self, shares: Sequence[DeviceShare], large_bytes: int, present: int, parts: int) -> None:
-        """``large_bytes`` are those of a large page with all heads. The first ``present`` are used."""
+        """``large_bytes`` is the size of a large page with all heads. Only ``present`` large pages are
+        used."""
         self.shares = tuple(shares)
         self.streams = [share.runtime.stream() for share in shares]
         self.device = ",".join(share.device for share in shares)
@@ -130,7 +130,7 @@ class DividedRegion:
         fixed = "a page pool on several devices cannot be resized"
         count = shares[0].layout.count * parts
         self.large_pages = LargePages(large_bytes, count, present=present, fixed=fixed, parts=parts)
-        self.reach = Reach(shares[0].runtime)  # memory that one device reaches is reached by all
+        self.reach = Reach(shares[0].runtime)  # memory registered with one device is accessible to all
         weakref.finalize(self, _release, [share.runtime for share in shares], self.streams).atexit = False
 
     @property
@@ -138,11 +138,11 @@ class DividedRegion:
         return len(self.shares) // self.large_pages.parts
 
     def share(self, part: int, number: int) -> DeviceShare:
-        """Return share ``number`` of the heads of a part."""
+        """Return share ``number`` of a part."""
         return self.shares[part * self.shares_per_part + number]
 
     def rows(self, count: int, nbytes: int, stride: int) -> Any:
-        """Return None: no array is on several devices."""
+        """Return None, because an array cannot be on several devices."""
         return None
 
 
@@ -153,7 +153,8 @@ def _release(devices: Sequence[Device], streams: Sequence[Stream]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Pieces of a page: where they begin in a page with all heads and in a share's page, and their sizes."""
+    """Pieces of a page: their offsets in a page with all heads, their offsets in a share's page, and their
+    sizes."""
 
     whole: Addresses
     own: Addresses
@@ -161,13 +162,13 @@ class _Pieces:
 
 
 class DividedPool(PagePool):
-    """The pages of one layer group. Each share of the region has some of the heads; see the module. Methods
-    that copy are thread-safe, and are done when they return."""
+    """The pages of one layer group, divided over the shares of a region; see the module's docstring. Methods
+    that copy are thread-safe. The copies have ended when they return."""
 
     def __init__(
         self, spec: KVSpec, region: DividedRegion, books: Books, group: int, heads: Sequence[range]
     ) -> None:
-        """``heads`` are those of each share."""
+        """``heads`` has the heads of each share."""
         self._place(spec, region, books)
         self._region = region
         self._part_pages = region.large_pages.part_size * books.per_large
@@ -205,7 +206,7 @@ class DividedPool(PagePool):
             if len(chosen) and number % step == source % step:  # the same heads
                 sizes = np.full(len(chosen), self._bytes[number], np.uint64)
                 to, sources = self._addresses(number, chosen[:, 0]), self._addresses(source, chosen[:, 1])
-                # Batches are for copies within a device, or from and to pinned memory of the host.
+                # The driver accepts batches only within a device, or from and to pinned host memory.
                 events.append(self._queue(number, to, sources, sizes, batch=number == source))
         self._wait(events)
 
@@ -238,8 +239,8 @@ class DividedPool(PagePool):
     def _queue(
         self, number: int, to: Addresses, sources: Addresses, sizes: Addresses, *, batch: bool
     ) -> tuple[Device, Event]:
-        """Start copies from or to a share, in a ``batch`` or one by one. Only the latter work with host
-        memory that is not pinned."""
+        """Start copies from or to a share, in a ``batch`` or one by one. A batch is possible only with pinned
+        host memory."""
         runtime, stream = self._region.shares[number].runtime, self._region.streams[number]
         if batch:
             runtime.copy_many(stream, to, sources, sizes, SourceOrder.STREAM)
@@ -252,11 +253,10 @@ class DividedPool(PagePool):
             runtime.synchronize(event)
 
     def _part_of(self, number: int) -> int:
-        """Return the part of share ``number``."""
         return number // self._region.shares_per_part
 
     def _addresses(self, number: int, pages: Addresses) -> Addresses:
-        """Return the addresses of pages of the share's part."""
+        """Return the addresses of pages, which are in the share's part, in the share's memory."""
         start, stride = np.uint64(self._region.shares[number].address), np.uint64(self._strides[number])
         first = np.uint64(self._part_of(number) * self._part_pages)
         addresses: Addresses = (pages - first) * stride + start
@@ -278,9 +278,9 @@ def _pieces(pieces: Sequence[tuple[Any, int]]) -> _Pieces:
 def open_divided_pools(
     specs: Sequence[KVSpec], nbytes: int, shares: Mapping[Device, range], *, parts: int = 1
 ) -> tuple[DividedPool, ...]:
-    """Open pools for these layouts (of one layer group each) of ``nbytes`` bytes, counted with all heads.
-    ``shares`` are the heads of each device: first those of the devices of the first of ``parts``, then of the
-    second, and so on. Raise :class:`UsageError` if a device has too little memory."""
+    """Open pools for these layouts (of one layer group each). ``nbytes`` is the size of their memory, with
+    all heads. ``shares`` has the heads of each device: first of the devices of the first of ``parts``, then
+    of the second part, and so on. Raise :class:`UsageError` if a device has too little memory."""
     page_bytes = [spec.page_bytes for spec in specs]
     pages = checked_cut(page_bytes, nbytes)
     present = nbytes // pages.large_bytes

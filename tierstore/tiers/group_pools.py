@@ -1,7 +1,7 @@
-"""The pools of a model's layer groups, in one memory of two levels (:mod:`tierstore.tiers.two_level`).
+"""The pools of a model's layer groups, which share one memory (:mod:`tierstore.tiers.two_level`).
 
-On a CPU, the memory is ordinary memory. On a device, it is a region of its own: one allocation, or, if it may
-grow, memory mapped in large pages.
+On a CPU, this is ordinary memory. On a device, it is one allocation or, if it may grow, memory that is mapped
+in pieces.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ def open_group_pools(
     compute: Stream | None = None,
     shared_parts: int = 0,
 ) -> tuple[PagePool, ...]:
-    """Open pools for these layouts (of one group each: :meth:`KVSpec.split`) in one memory of ``nbytes``
-    bytes of ``device`` (None: of this process). :meth:`PagePool.resize` of any of them can grow the memory to
-    ``most_bytes``. ``layered_bytes`` is the size from which a device's loads are copied layer by layer (None:
-    the default). ``compute`` is the stream of computation on a device (None: a new one). With
-    ``shared_parts``, other processes can map memory of this process (:func:`attach_group_pools`).
+    """Open pools for these layouts (of one layer group each: :meth:`KVSpec.split`) in one memory of
+    ``nbytes`` bytes on ``device`` (None: in this process). :meth:`PagePool.resize` of any of the pools can
+    grow the memory to ``most_bytes``. Loads of ``layered_bytes`` or more to a device are copied layer by
+    layer (None: the default size). ``compute`` is the stream for computation on a device (None: a new one).
+    With ``shared_parts``, other processes can map memory of this process (:func:`attach_group_pools`).
 
-    Raise :class:`UsageError` if the memory is too small for a page of each, or the device has less.
+    Raise :class:`UsageError` if ``nbytes`` are too few for one page of each pool, or more than are free.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0, 1, 2), 1, 64)
@@ -74,9 +74,10 @@ def open_group_pools(
 def attach_group_pools(
     specs: Sequence[KVSpec], fd: int, large_bytes: int, count: int, *, first: int = 0
 ) -> list[PagePool]:
-    """Return the pools of another process, with ``count`` large pages of their shared memory from ``first``
-    on. Takes over ``fd``. Pages are numbered from ``first``. They can be read and written; which of them are
-    free is known to the other process only. Raise :class:`UsageError` if the memory cannot be mapped."""
+    """Return pools for reading and writing pages in the shared memory of another process's pools: in
+    ``count`` large pages from ``first`` on. ``fd`` is the shared memory, and is closed later. Page 0 is the
+    first page of large page ``first``. Only the other process knows which pages are free. Raise
+    :class:`UsageError` if the memory cannot be mapped."""
     region = HostRegion.attach(fd, large_bytes, count, first=first)
     if len(specs) == 1:
         return [PagePool.within(specs[0], region, WholePages(region.large_pages))]
@@ -86,7 +87,7 @@ def attach_group_pools(
 
 
 def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
-    """Return the bytes of a memory that holds ``counts`` pages of each of these layouts at a time."""
+    """Return the bytes of a memory with room for ``counts`` pages of each of these layouts."""
     if len(specs) == 1:
         return specs[0].page_bytes * counts[0]
     pages = cut([spec.page_bytes for spec in specs])
@@ -97,10 +98,10 @@ def bytes_for(specs: Sequence[KVSpec], counts: Sequence[int]) -> int:
 def room_for(
     pools: Sequence[PagePool], counts: Sequence[int], idle: Sequence[int], idle_large: Callable[[int], int]
 ) -> bool:
-    """Return whether ``counts`` more pages of a model's pools can be allocated together.
+    """Return whether ``counts`` more pages of each of a model's pools can be allocated together.
 
-    ``idle`` is the number of cached pages of each pool that may be evicted. ``idle_large(group)`` is the
-    number of large pages that these would empty; it is called only if the free large pages are too few.
+    ``idle`` is the number of cached pages of each pool that may be evicted. ``idle_large(group)`` returns how
+    many large pages their eviction would empty. It is called only if there are too few free large pages.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 64)
@@ -111,7 +112,7 @@ def room_for(
     >>> room_for(pools, [1, 0], [0, 0], lambda group: 0), room_for(pools, [1, 1], [0, 0], lambda group: 0)
     (True, False)
     """
-    missing: dict[int, int] = {}  # large pages, by the pools' memory
+    missing: dict[int, int] = {}  # number of needed large pages, by the id of the pools' memory
     free = {id(pool.large_pages): pool.large_pages.free for pool in pools}
     spare = []
     for pool, count, leaving in zip(pools, counts, idle, strict=True):
@@ -127,8 +128,8 @@ def room_for(
 
 
 def fits(pools: Sequence[PagePool], counts: Sequence[int], *, large_pages: int | None = None) -> bool:
-    """Return whether ``counts`` pages of each of a model's pools fit at a time, if nothing else is held, in
-    memories of the target sizes (or in one of ``large_pages`` large pages).
+    """Return whether ``counts`` pages of each of a model's pools fit into their memory together, if no other
+    pages are in use. The memory has its target size, or ``large_pages`` large pages.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> spec = KVSpec.uniform(layers=1, kv_heads=1, head_dim=64, dtype="float16")

@@ -1,10 +1,9 @@
 """The hbm tier: a pool of pages on the compute device, which the attention kernels read in place.
 
-On a machine without a GPU, the device is ``cpu``: the pool is ordinary memory, and "HBM" is only its place in
-the hierarchy. A page is ``KVSpec.page_bytes`` contiguous bytes, so it moves in one copy. The pool of a GPU is
-:class:`tierstore.tiers.device_pool.DevicePool`. :func:`tierstore.open_pool` opens the pool that a device
-needs, and :func:`tierstore.open_pools` opens those of a model with several layer groups.
-"""
+On a machine without a GPU, the device is ``cpu``: the pool is ordinary memory, but is still called HBM. A
+page is ``KVSpec.page_bytes`` contiguous bytes, so it moves in one copy. The pool of a GPU is
+:class:`tierstore.tiers.device_pool.DevicePool`. :func:`tierstore.open_pool` opens a pool for a device, and
+:func:`tierstore.open_pools` opens the pools of a model with several layer groups."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ from tierstore.units import format_size, round_up
 
 
 class PendingCopy(Protocol):
-    """A copy into pages of the pool that may still be running. Computation may use the pages at once, because
-    the pool keeps the order (:meth:`PagePool.arrivals`). The *source* of the copy must stay until
+    """A copy into pages of the pool that may still be running. Computation on the pages may be started at
+    once, because :meth:`PagePool.arrivals` orders it after the copy. The *source* of the copy must stay until
     :meth:`wait` returns."""
 
     @property
@@ -40,25 +39,24 @@ class CopyFence(Protocol):
     """The copies in flight into the pages of one batch."""
 
     def wait(self, layer: int) -> None:
-        """Order later computation after the arrival of layer ``layer`` (the model's own index). Does not
+        """Order later computation after the copies of layer ``layer`` (a layer number of the model). Does not
         block."""
 
     def arrived(self, layer: int) -> bool:
-        """Return whether layer ``layer`` has arrived, so that nothing has to wait for it. Does not block."""
+        """Return whether the copies of layer ``layer`` have ended. Does not block."""
 
     @property
     def pending(self) -> bool:
-        """Whether any copy was in flight when this was made."""
+        """Whether any copy was in flight when this fence was created."""
 
 
 class _Here:
-    """A ``PendingCopy`` and ``CopyFence`` for pools whose copies are done when the call returns."""
+    """A ``PendingCopy`` and ``CopyFence`` for copies that have already ended."""
 
     done = True
     pending = False
 
-    def wait(self, layer: int = 0) -> None:
-        """Return at once: no copy is in flight."""
+    def wait(self, layer: int = 0) -> None: ...
 
     def arrived(self, layer: int) -> bool:
         return True
@@ -68,7 +66,7 @@ COMPLETED = _Here()
 
 
 class _Both:
-    """The fence over pages of several pools."""
+    """A fence that combines the fences of several pools."""
 
     pending = True
 
@@ -84,17 +82,18 @@ class _Both:
 
 
 def arrivals_of(pools: Sequence[PagePool], tables: Sequence[Iterable[int]]) -> CopyFence:
-    """Return the fence to wait for before computing with these pages of each pool. See
-    :meth:`PagePool.arrivals`; raises the same errors."""
+    """Return the fence to wait for before computing with these pages of each pool. Raise the errors of
+    :meth:`PagePool.arrivals`."""
     fences = [pool.arrivals(pages) for pool, pages in zip(pools, tables, strict=True)]
     pending = [fence for fence in fences if fence.pending]
     return _Both(pending) if len(pending) > 1 else next(iter(pending), COMPLETED)
 
 
 class HostRegion:
-    """Memory of this process for the pools of a model: ``present`` large pages of ``large_bytes`` bytes,
-    which may grow to ``most``, in one mapping. If it is not ``touched``, a page takes memory when it is
-    written. If it has ``shared_parts``, other processes can map it, or one of its parts (:meth:`attach`)."""
+    """Memory of this process for the pools of a model, in one mapping: ``present`` large pages of
+    ``large_bytes`` bytes, which may grow to ``most``. If it is not ``touched``, the kernel provides the
+    memory of a page when the page is first written. With ``shared_parts``, other processes can map the memory
+    or one of its parts (:meth:`attach`)."""
 
     device = "cpu"
 
@@ -123,11 +122,11 @@ class HostRegion:
 
     @classmethod
     def attach(cls, fd: int, large_bytes: int, count: int, *, first: int = 0) -> HostRegion:
-        """Map ``count`` large pages of the shared memory of another process's region, from ``first`` on.
-        Takes over ``fd``. Which pages are free is known to the other process only. Raise
+        """Map ``count`` large pages of another process's region, from ``first`` on. ``fd`` is the region's
+        shared memory, and is closed later. Only the other process knows which pages are free. Raise
         :class:`UsageError` if the memory cannot be mapped."""
         start = first * large_bytes
-        skipped = start % ALIGNMENT  # a file is mapped in whole system pages
+        skipped = start % ALIGNMENT  # mappings of a file begin at a multiple of the system's page size
         memory = Memory.attach(fd, skipped + count * large_bytes, offset=start - skipped)
         region = cls.__new__(cls)
         region._take(memory, LargePages(large_bytes, count), skipped)
@@ -146,7 +145,7 @@ class HostRegion:
 
 
 class Region(Protocol):
-    """Memory for pools: a :class:`HostRegion`, or memory of a device."""
+    """The memory of one or more pools: a :class:`HostRegion`, or memory of a device."""
 
     @property
     def device(self) -> str: ...
@@ -161,18 +160,19 @@ class Region(Protocol):
 
 
 class PagePool:
-    """Pages of ``spec`` in one allocation, and which of them are free. Not thread-safe: its owner locks. (The
-    methods that copy bytes are thread-safe, and release the GIL.)
+    """Pages of ``spec`` in one allocation, and which of them are free. Not thread-safe: the caller must lock.
+    (The methods that copy bytes are thread-safe, and release the GIL.)
 
-    ``array`` is the memory as uint8 ``[num_pages, page_bytes]``, rows ``stride`` bytes apart; an engine views
-    it in its own dtype. ``num_pages`` is the largest possible number of pages. ``capacity`` is the present
-    number (:mod:`tierstore.tiers.large_pages`); if pools of other layer groups share the memory, the number
-    if this pool had all of it. ``overlaps`` says whether copies run beside the computation.
+    ``array`` is the memory as uint8 ``[num_pages, page_bytes]``, with rows ``stride`` bytes apart; an engine
+    views it in its own dtype. ``num_pages`` is the largest possible number of pages. ``capacity`` is the
+    current number of pages (:mod:`tierstore.tiers.large_pages`). If pools of other layer groups share the
+    memory, it is the number that this pool would have with all of the memory. ``overlaps`` says whether
+    copies run at the same time as computation.
     """
 
     overlaps = False
     own_memory = False
-    """Whether it never shares its memory with the pools of other layer groups."""
+    """Whether the pool never shares its memory with the pools of other layer groups."""
     array: Any
     """A numpy array on a CPU. On other devices, an object that the device's libraries accept."""
 
@@ -181,7 +181,7 @@ class PagePool:
     ) -> None:
         """Open a pool of ``num_pages`` pages, which :meth:`resize` can grow to ``most`` (None:
         ``num_pages``). With ``shared_parts``, other processes can map the memory (:meth:`HostRegion.attach`),
-        and pages are taken from all parts in turn."""
+        and pages are allocated from all parts in turn."""
         check_pages(spec, num_pages)
         region = HostRegion(spec.page_bytes, num_pages, most=most, shared_parts=shared_parts)
         self._place(spec, region, WholePages(region.large_pages))
@@ -215,25 +215,25 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Present number of pages."""
+        """Current number of pages."""
         return self.large_pages.present * self.books.per_large
 
     @property
     def target(self) -> int:
-        """Number of pages after the excess ones have been freed."""
+        """Number of pages after the :attr:`excess` has been freed."""
         return self.large_pages.target * self.books.per_large
 
     @property
     def excess(self) -> int:
-        """Pages above the target. They are not allocated again."""
+        """Number of pages above :attr:`target`: this many pages will be released when they become free."""
         return self.large_pages.excess * self.books.per_large
 
     def resize(self, nbytes: int) -> PoolSize:
         """Resize the memory to ``nbytes``, rounded down to whole (large) pages. Return the new size.
 
-        Memory is added at once, as far as the device has any. It is removed as soon as pages are free; free
-        pages go at once. No page in use moves. Raise :class:`UsageError` for a size outside the limits, or if
-        the device cannot change it.
+        Memory is added at once, as far as the device has free memory. Free pages are released at once, and
+        pages in use when they become free. No page in use moves. Raise :class:`UsageError` for a size outside
+        the limits, or if the pool's size cannot change.
         """
         size = self.large_pages.large_bytes
         if not size <= nbytes <= self.large_pages.count * size:
@@ -245,8 +245,8 @@ class PagePool:
         return self.large_pages.size
 
     def settle(self, *, wait: bool = False) -> None:
-        """Release the memory of removed pages, as far as no work on it is running. With ``wait``, wait for
-        that work."""
+        """Release the memory of removed pages, except pages on which work is running. With ``wait``, wait for
+        this work, and release all."""
 
     @property
     def free_pages(self) -> int:
@@ -259,22 +259,23 @@ class PagePool:
         return self.books.used_pages
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
-        """Allocate ``count`` pages, lowest first where possible. Return None if fewer are free. ``near`` are
-        pages that will be freed at about the same time: a pool of two levels keeps these together."""
+        """Allocate ``count`` pages, preferably those with the lowest numbers. Return None if fewer are free.
+        ``near`` are pages that will be freed at about the same time. A pool that divides large pages places
+        the new pages in the same large pages."""
         return self.books.allocate(count, near=near)
 
     def free(self, pages: Sequence[int]) -> None:
-        """Free pages. Work that was started on them may still be running."""
+        """Free pages. Work that was started on these pages may still be running."""
         self.books.free(pages)
 
     def close(self) -> None:
-        """Release what the pool has besides memory. It must not be used any more."""
+        """Close the pool's threads and files, if it has any. The pool must not be used any more."""
 
     # -- copies that are done when the call returns --------------------------------------------------
 
     def read_pages(self, copies: Iterable[tuple[int, int]], *, after: Event | None = None) -> None:
-        """Copy pages to host memory: (page, address) pairs. The bytes are those at ``after`` (from
-        :meth:`computed`; None: now), when all work started before it is done."""
+        """Copy pages to host memory: (page, address) pairs. The copies wait for the computation before the
+        event ``after`` (from :meth:`computed`; None: all computation so far)."""
         copying.copy_all(
             ((address, self.page_address(page)) for page, address in copies), self.spec.page_bytes
         )
@@ -282,8 +283,8 @@ class PagePool:
     def read_and_hash(
         self, copies: Sequence[tuple[int, int]], *, after: Event | None = None
     ) -> Sequence[int | None]:
-        """Copy as :meth:`read_pages` does. Return the XXH3-64 of each page as it was copied; None for a page
-        that could not be read."""
+        """Copy pages as :meth:`read_pages` does. Return the XXH3-64 of the copied bytes of each page; None
+        for a page that could not be read."""
         addresses = ((address, self.page_address(page)) for page, address in copies)
         return copying.copy_and_hash(addresses, self.spec.page_bytes)
 
@@ -298,20 +299,20 @@ class PagePool:
         addresses = ((self.page_address(to), self.page_address(of)) for to, of in copies)
         copying.copy_all(addresses, self.spec.page_bytes)
 
-    # -- copies beside the computation ---------------------------------------------------------------
+    # -- copies at the same time as computation --------------------------------------------------------
 
     def start_writing(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
-        """Start :meth:`write_pages`, which may run beside the computation."""
+        """Start the copies of :meth:`write_pages`, which may run at the same time as computation."""
         self.write_pages(copies)
         return COMPLETED
 
     def start_copying(self, copies: Sequence[tuple[int, int]]) -> PendingCopy:
-        """Start :meth:`copy_pages`, which may run beside the computation."""
+        """Start the copies of :meth:`copy_pages`, which may run at the same time as computation."""
         self.copy_pages(copies)
         return COMPLETED
 
     def computed(self) -> Event | None:
-        """Return an event after all work started on pages so far; None if all of it is done."""
+        """Return an event after all computation started on pages so far; None if all of it has ended."""
         return None
 
     def arrivals(self, pages: Iterable[int]) -> CopyFence:
@@ -320,24 +321,24 @@ class PagePool:
         return COMPLETED
 
     def invalidate(self, why: str) -> None:
-        """Refuse all further computation, because pages in use may have wrong bytes."""
+        """Make :meth:`arrivals` raise an error from now on, because pages in use may have wrong bytes."""
         raise AssertionError("this pool's copies are done when the call returns")
 
     # -- memory ----------------------------------------------------------------------------------------
 
     def register(self, address: int, nbytes: int) -> None:
-        """Prepare host memory for copies from and to pages. It must stay until it is unregistered."""
+        """Prepare host memory for copies from and to pages. The memory must stay until it is unregistered."""
 
     def unregister(self, address: int) -> None:
         """Undo :meth:`register` for host memory at ``address``, before the memory is freed."""
 
     def reach(self, pin: Pin) -> None:
-        """Prepare host memory that other pools use too. ``pin`` registers it with a device, once for all
-        pools, and unregisters it before it is freed."""
+        """Prepare host memory that other pools use too. ``pin`` registers the memory with a device, once for
+        all pools, and unregisters it before it is freed."""
 
     def reaches(self, address: int) -> bool:
-        """Return whether host memory at ``address`` is registered by now. Large loads from it arrive layer by
-        layer, beside the computation."""
+        """Return whether host memory at ``address`` is registered now. Large loads from registered memory are
+        copied layer by layer, at the same time as computation."""
         return False
 
     def page_address(self, page: int) -> int:

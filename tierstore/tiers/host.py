@@ -1,8 +1,8 @@
 """The host tier: one arena of page-aligned shared memory, allocated in two levels.
 
-The arena is a shared-memory file (0600), so that a process on the same host can map it and copy its own
-bytes; see :class:`tierstore.memory.Memory` for why the file has no name. A background thread populates the
-memory from the first byte on. Slots are also allocated from the first byte on, but rarely catch up with it.
+The arena is a shared-memory file (0600), so that another process on the same host can map it and copy its
+pages; :class:`tierstore.memory.Memory` says why the file has no name. After opening, a background thread
+touches the memory from the first byte on, so that the kernel provides it before pages are written there.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from tierstore.tiers.slabs import SlabAllocator
 
 
 class HostTier:
-    """An arena of ``capacity_bytes``. Slots are named by their byte offset. Not thread-safe: the store locks.
-
-    ``shared`` says whether the arena must be a shared-memory file; None chooses what is faster.
-    ``used_bytes`` never exceeds ``capacity_bytes``.
+    """An arena of ``capacity_bytes``. Slots are identified by their byte offset. Not thread-safe: the store
+    locks. ``shared`` says whether the arena must be a shared-memory file; with None, it is one if huge pages
+    are available for shared memory. ``used_bytes`` never exceeds ``capacity_bytes``.
     """
 
     def __init__(self, capacity_bytes: int, *, shared: bool | None = None) -> None:
@@ -39,7 +38,7 @@ class HostTier:
         return self._space.used_bytes
 
     def pages_for(self, nbytes: int) -> int:
-        """Return how many pages of ``nbytes`` fit the empty arena."""
+        """Return how many pages of ``nbytes`` fit into the empty arena."""
         return self._space.slots_for(nbytes)
 
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
@@ -50,15 +49,15 @@ class HostTier:
         self._space.free(place, nbytes)
 
     def view(self, place: int, nbytes: int) -> memoryview:
-        """Return a slot's bytes, writable. Valid while the caller holds a lease on the page or is filling
-        it."""
+        """Return a writable view of a slot. It may be used while the caller has a lease on the page or is
+        filling the slot."""
         return self._memory.view(place, nbytes)
 
     def address(self, place: int) -> int:
         return self._memory.address + place
 
     def wait_populated(self) -> None:
-        """Block until the whole arena is backed by memory. Benchmarks start to measure after this."""
+        """Block until the kernel has provided all memory of the arena. Benchmarks call this first."""
         self._populating.join()
 
     def check(self) -> None:

@@ -1,22 +1,22 @@
-"""The large pages of a pool, and which of them have memory. This is how a pool grows and shrinks at run time.
+"""The large pages of a pool, which of them have memory, and how a pool grows and shrinks at run time.
 
 A pool's *addresses* are reserved once, for its largest number of large pages. So a page in use never moves,
-and an array over all pages stays valid. The large pages that have memory are *present*. ::
+and an array over all pages stays valid. A large page that has memory is *present*. ::
 
     large pages   [ in use ][ free ][ in use ][ absent ][ absent ]     present: 3 of 5
 
 :meth:`LargePages.resize` sets a target. Growing maps memory at once. Shrinking releases free large pages at
-once, the last ones first, and then each large page that becomes free, until the target is reached; meanwhile
-the owner of cached pages evicts some. Memory is mapped and released in granules of the operating system or
-the driver, which need not be large pages. A granule is released when all large pages that overlap it are
-absent, so every byte of a present large page always has memory.
+once, those with the highest numbers first, and later each large page that becomes free, until the target is
+reached. (The owner of cached pages evicts some of them for this.) Memory is mapped and released in granules
+of the operating system or the driver, whose size may differ from that of large pages. A granule is released
+when all large pages that overlap it are absent, so every byte of a present large page always has memory.
 
-The memory can have *parts* of equal size, one behind the other, for processes that hold a part each. Large
-pages are then taken from the part with the most free ones. So the parts fill evenly, and a full part is
-skipped. They also grow and shrink evenly.
+The memory can have *parts* of equal size, one after the other, for several processes that have one part each.
+Large pages are taken from the part with the most free large pages, so that all parts fill evenly. The parts
+also grow and shrink evenly.
 
-Large page 0 is always present, because libraries look at the first byte of device memory when they make a
-view of it.
+Large page 0 is always present, because libraries access the first byte of device memory when they make an
+array of it.
 
 >>> large_pages = LargePages(4096, 4)
 >>> large_pages.take(2), large_pages.resize(1), large_pages.present
@@ -48,8 +48,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PoolSize:
-    """A pool's memory: the present bytes, the target bytes after the excess has been freed, and the largest
-    allowed number of bytes."""
+    """The size of a pool's memory: now, after the excess has been released (``target_bytes``), and at
+    most."""
 
     nbytes: int
     target_bytes: int
@@ -63,16 +63,16 @@ class Backing(Protocol):
     def granule_bytes(self) -> int: ...
 
     def back(self, granules: range) -> bool:
-        """Map memory for these granules, which have none or are about to lose it. Return False, with nothing
-        changed, if there is not enough memory."""
+        """Map memory for these granules, which have no memory or were released. Return False, and change
+        nothing, if there is not enough memory."""
 
     def release(self, granules: range) -> None:
-        """Release the memory of these granules, which will not be used any more. Work that was started on it
-        may still be running; it ends before the memory goes."""
+        """Release the memory of these granules. Work that was started on the memory may still be running, so
+        the memory is unmapped only after this work."""
 
 
 class HostBacking:
-    """Ordinary memory. The kernel takes released pages at once, and maps new ones when they are touched."""
+    """Ordinary memory. The kernel frees released memory at once, and provides new memory on first use."""
 
     granule_bytes = ALIGNMENT
 
@@ -86,7 +86,7 @@ class HostBacking:
         start, stop = _bytes(granules)
         try:
             self._memory.discard(start, stop)
-        except OSError as error:  # for example, locked memory: the pool keeps it, which does no harm
+        except OSError as error:  # for example, the memory is locked: then the pool keeps it
             _log.warning("%s of a pool's memory could not be released: %s", format_size(stop - start), error)
 
 
@@ -95,12 +95,12 @@ def _bytes(granules: range) -> tuple[int, int]:
 
 
 class LargePages:
-    """``count`` large pages of ``large_bytes`` bytes each: which of them are free, and which have
-    memory (``present`` at first). Thread-safe: pools with separate locks share one object. There are
+    """``count`` large pages of ``large_bytes`` bytes each: which of them are free, and which have memory (at
+    first, ``present`` of them). Thread-safe, because pools with separate locks share one object. There are
     ``parts`` of ``part_size`` large pages each.
 
-    Without a ``backing``, no memory can be released, and :meth:`resize` raises :class:`UsageError` with
-    ``fixed`` as the reason.
+    Without a ``backing``, no memory is mapped or released. If ``fixed`` is not empty, :meth:`resize` raises
+    :class:`UsageError` with this text.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class LargePages:
         self._backing = backing
         self._fixed = fixed
         self._lock = threading.Lock()
-        self._order = sorted(range(count), key=self._turn)  # in which large pages become present
+        self._order = sorted(range(count), key=self._turn)  # the order in which large pages become present
         # Guarded by the lock: all mutable state.
-        self._there = bytearray(count)
-        self._free: list[list[int]] = [[] for _ in range(parts)]  # by part, popped from the end: lowest first
+        self._there = bytearray(count)  # 1 for each present large page
+        self._free: list[list[int]] = [[] for _ in range(parts)]  # by part; the lowest number is at the end
         for large_page in reversed(self._order[: self.present]):
             self._there[large_page] = 1
             self._free[large_page // self.part_size].append(large_page)
@@ -141,35 +141,35 @@ class LargePages:
 
     @property
     def free(self) -> int:
-        """Number of large pages that no pool has."""
+        """Number of large pages that no pool has taken."""
         return sum(map(len, self._free))
 
     @property
     def used(self) -> tuple[int, ...]:
-        """Number of large pages that pools have, in each part."""
+        """Number of large pages that pools have taken, in each part."""
         present = self.present_parts()
         return tuple(there - len(free) for (_, there), free in zip(present, self._free, strict=True))
 
     def present_parts(self) -> list[tuple[int, int]]:
-        """Return the first large page of each part, and how many of the part are present."""
+        """Return for each part its first large page, and how many of its large pages are present."""
         starts = [part * self.part_size for part in range(self.parts)]
         with self._lock:
             return [(at, sum(self._there[at : at + self.part_size])) for at in starts]
 
     @property
     def free_large(self) -> frozenset[int]:
-        """The large pages that no pool has, for checks."""
+        """The large pages that no pool has taken, for checks."""
         with self._lock:
             return frozenset(itertools.chain(*self._free))
 
     @property
     def excess(self) -> int:
-        """Number of large pages above the target: each is released when it becomes free."""
+        """Number of large pages above the target, which are released when they become free."""
         return max(self.present - self.target, 0)
 
     def take(self, count: int = 1) -> list[int] | None:
-        """Take ``count`` free large pages, lowest first where possible, each from the part with the most free
-        ones. Return None if fewer are free."""
+        """Take ``count`` free large pages, each from the part with the most free large pages, preferably with
+        low numbers. Return None if fewer are free."""
         with self._lock:
             if count > self.free:
                 return None
@@ -184,8 +184,8 @@ class LargePages:
                 self._shrink()
 
     def resize(self, target: int) -> int:
-        """Change the number of large pages to ``target``, or as close to it as possible. Return the present
-        number. Raise :class:`UsageError` for a number outside the limits."""
+        """Change the number of present large pages to ``target``, as far as possible now. Return the new
+        number. Raise :class:`UsageError` for a target outside the limits."""
         if self._fixed:
             raise UsageError(self._fixed)
         if not 1 <= target <= self.count:
@@ -195,7 +195,7 @@ class LargePages:
             try:
                 self._shrink()
                 self._grow()
-            finally:  # the device may fail
+            finally:  # even if the device raises an error
                 self.target = min(target, self.present)
             return self.present
 
@@ -236,11 +236,11 @@ class LargePages:
                 self.present += 1
                 come.append(large_page)
         finally:
-            for part, free in enumerate(self._free):  # large pages that were present before are taken first
+            for part, free in enumerate(self._free):  # take() uses large pages that were present before first
                 free[:0] = [each for each in reversed(come) if each // self.part_size == part]
 
     def _turn(self, large_page: int) -> tuple[int, int]:
-        """Return a key that sorts large pages by their place in their parts."""
+        """Return a key that sorts large pages by their position in their part."""
         part, place = divmod(large_page, self.part_size)
         return place, part
 
@@ -258,14 +258,13 @@ class LargePages:
         return range(first, max(last, first))
 
     def _present_in(self, start: int, stop: int) -> bool:
-        """Return whether a present large page overlaps these bytes."""
         large_pages = self._there[start // self.large_bytes : -(-stop // self.large_bytes)]
         return start < stop and any(large_pages)
 
 
 class Books(Protocol):
-    """Allocation of a pool's pages. Page ``p`` is in large page ``p // per_large``, which belongs to the pool
-    as long as one of its pages is in use."""
+    """The allocator of a pool's pages. Page ``p`` is in large page ``p // per_large``. A large page belongs
+    to the pool as long as one of its pages is in use."""
 
     @property
     def large_pages(self) -> LargePages: ...
@@ -275,29 +274,28 @@ class Books(Protocol):
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be allocated."""
+        """Number of pages that can be allocated."""
 
     @property
     def used_pages(self) -> int: ...
 
     @property
     def taken(self) -> int:
-        """Large pages that have a page in use."""
+        """Number of large pages that have a page in use."""
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
         """Allocate ``count`` pages, or return None if fewer are free. ``near`` are pages that will be freed
         at about the same time."""
 
-    def free(self, pages: Sequence[int]) -> None:
-        """Free pages."""
+    def free(self, pages: Sequence[int]) -> None: ...
 
     def emptied_by(self, pages: Iterable[int]) -> int:
-        """Return how many large pages would be free without these pages, which are in use. Approximate while
-        other threads free pages."""
+        """Return how many large pages would become free if these pages, which are in use, were freed. The
+        result is approximate if other threads free pages at the same time."""
 
 
 class WholePages:
-    """Allocation for a pool that does not share its memory: each large page is one page. Implements
+    """The allocator of a pool that does not share its memory: each large page is one page. Implements
     :class:`Books`."""
 
     per_large = 1

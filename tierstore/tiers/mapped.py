@@ -1,9 +1,9 @@
-"""Device memory that is mapped and unmapped piece by piece.
+"""Device memory that is mapped and unmapped in pieces (granules).
 
-The addresses are reserved once. Pieces of memory are mapped to them and unmapped again. The driver does not
-check whether work on an unmapped piece is running; such work would fail. So a piece is *leaving* from its
-release until all work that was on the pool's streams by then is done, and only then it is unmapped. Until
-then it can be reused as it is.
+The addresses are reserved once. Pieces of memory are mapped to these addresses and unmapped again. The driver
+unmaps a piece even if work on it is running, and this work fails. So a released piece is *leaving* until all
+work has ended that was on the pool's streams at its release. Then it is unmapped. A leaving piece can be used
+again without a new mapping.
 """
 
 from __future__ import annotations
@@ -14,15 +14,13 @@ from collections.abc import Iterable, Sequence
 from tierstore.tiers.device import Device, DeviceError, DeviceMemoryError, Event, Stream
 from tierstore.units import round_up
 
-_MOST_PIECES = 4096  # pieces that a pool is mapped in: each costs a few driver calls
+_MOST_PIECES = 4096  # most pieces of a pool: each needs a few driver calls
 
 
 class MappedMemory:
     """``nbytes`` of reserved addresses of ``device``, at first without memory. Implements
-    :class:`tierstore.tiers.large_pages.Backing`. Thread-safe.
-
-    ``streams`` are the streams that work on it. Their owner may add to the list.
-    """
+    :class:`tierstore.tiers.large_pages.Backing`. Thread-safe. ``streams`` is a list of the streams that use
+    the memory; the caller may add streams later."""
 
     def __init__(self, device: Device, nbytes: int, streams: Sequence[Stream]) -> None:
         self.granule_bytes = round_up(-(-nbytes // _MOST_PIECES), device.granule_bytes)
@@ -60,8 +58,8 @@ class MappedMemory:
         self.settle()
 
     def settle(self, *, wait: bool = False) -> None:
-        """Unmap leaving pieces on which no work is running. With ``wait``, wait for the work on all of
-        them."""
+        """Unmap leaving pieces on which no work is running. With ``wait``, wait for the work on all leaving
+        pieces, and unmap them all."""
         with self._lock:
             over = [
                 granule
@@ -81,7 +79,7 @@ class MappedMemory:
         return bool(self._leaving)
 
     def close(self) -> None:
-        """Unmap all memory and release the addresses, after the work on it is done."""
+        """Wait for all work on the memory, unmap it, and release the addresses."""
         with self._lock:
             for stream in self._streams:
                 self._device.synchronize(self._device.record(stream))

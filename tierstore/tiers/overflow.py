@@ -1,19 +1,18 @@
-"""A pool on the CPU with more pages than memory: the other pages lie in an overflow file.
+"""A pool on the CPU with more pages than fit into memory: the remaining pages are in an overflow file.
 
-Every page has an address, as in any pool. Only ``resident_pages`` of them have memory at a time. A page that
-is complete and has to make room is written to the file, and its memory goes back to the system
+Every page has an address, as in any pool, but only ``resident_pages`` pages have memory at a time. If another
+page needs memory, a complete page is written to the file, and its memory is returned to the system
 (:mod:`tierstore.tiers.beyond`)::
 
     the file    [ layer 0: page 0, 1, 2, … ][ layer 1: page 0, 1, 2, … ] …     opened with O_DIRECT, no name
 
-The engine computes layer by layer, and needs a layer of every page of a sequence at a time. So the file has
-the layers one after the other: neighbouring pages of a layer are read with one request. :class:`PageStream`
-reads the pages of a step in that order, ahead of the computation, into a few staging buffers.
+The engine computes layer by layer, and needs one layer of every page of a sequence at a time. So the file has
+the layers one after the other, and adjacent pages of a layer are read with one request. :class:`PageStream`
+reads the pages of a step in this order, ahead of the computation, into a few staging buffers.
 
-The file belongs to this process: it has no name, and is gone after kill -9. Its size is allocated when it is
+The file has no name, so it disappears with this process, also after kill -9. Its size is allocated when it is
 opened, so a full volume is an error at the start and not in the middle of a sequence. Each layer of each page
-has a checksum in memory. A page that the disk does not return as it was written is *lost*
-(:class:`LostPagesError`).
+has a checksum in memory. If the disk returns other bytes, the page is *lost* (:class:`LostPagesError`).
 """
 
 from __future__ import annotations
@@ -58,31 +57,30 @@ from tierstore.units import MIB, format_size, round_up
 _log = logging.getLogger(__name__)
 
 _STAGING_BYTES = 24 * MIB  # of one staging buffer
-_STAGING = 3  # buffers: two are being read while one is used
+_STAGING = 3  # number of staging buffers: two are being filled while the engine uses one
 _BOUNCE_BYTES = 32 * MIB
-_READ_BYTES = 1 * MIB  # of one request
+_READ_BYTES = 1 * MIB  # largest read request
 _WRITERS = 4
 LEAST_STAGED = 64
-"""A staging buffer has room for this many pages: one of each sequence of a step."""
+"""A staging buffer has room for at least this many pages: one page of each sequence of a step."""
 ANSWER_S = 30.0
-"""Longest wait for a read. A disk that takes longer counts as failed."""
+"""Longest time to wait for a read. If it takes longer, the disk counts as failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overflow:
-    """Where the pages that do not fit the memory of a pool lie.
+    """The storage for pages that do not fit into the memory of a pool.
 
-    They lie in a file of at most ``nbytes`` bytes in ``directory``, which has a place for every page of the
-    pool. For a pool on a GPU, up to ``host_bytes`` of them lie in host memory before they go to the file.
-    Without a directory all of them lie there.
-    """
+    It is a file of at most ``nbytes`` bytes in ``directory``, with room for every page of the pool. For a
+    pool on a GPU, up to ``host_bytes`` of pages are in host memory, and only the remaining pages in the file.
+    Without a directory, all are in host memory."""
 
     directory: Path | None
     nbytes: int
     host_bytes: int = 0
 
     def check(self, device: str) -> None:
-        """Raise :class:`UsageError` if a pool on ``device`` cannot have its pages here."""
+        """Raise :class:`UsageError` if a pool on ``device`` cannot use this storage."""
         if device == "cpu" and (self.host_bytes or self.directory is None):
             raise UsageError("--overflow-host-bytes is for a GPU: on a CPU, give --hbm-bytes more")
         if device != "cpu" and not self.host_bytes:
@@ -96,8 +94,8 @@ class Overflow:
             )
 
     def pages(self, spec: KVSpec, resident: int) -> int:
-        """Return the number of pages of a pool of ``spec`` whose memory holds ``resident`` pages. Raises
-        :class:`UsageError` if there are no others."""
+        """Return the number of pages of a pool of ``spec`` whose memory holds ``resident`` pages. Raise
+        :class:`UsageError` if the storage would hold no additional page."""
         [group] = spec.groups
         if group.kind not in (LayerKind.FULL_ATTENTION, LayerKind.MLA_LATENT):
             raise UsageError(
@@ -116,8 +114,8 @@ class Overflow:
         return pages
 
     def host_pages(self, spec: KVSpec) -> int:
-        """Return how many pages of ``spec`` lie in host memory at most. Raises :class:`UsageError` for less
-        than two."""
+        """Return how many pages of ``spec`` fit into ``host_bytes``. Raise :class:`UsageError` for fewer than
+        two."""
         page_bytes = round_up(spec.page_bytes, ALIGNMENT)
         pages = self.host_bytes // page_bytes
         if pages < 2:
@@ -128,18 +126,18 @@ class Overflow:
         return pages
 
     def moved_pages(self, spec: KVSpec) -> int:
-        """Return how many pages go up and down together between a GPU and host memory. Pages go down before
-        others come up in their place, so host memory has this much spare room."""
+        """Return how many pages move together between a GPU and host memory. Pages are copied to host memory
+        before other pages are copied from there, so host memory needs room for this many additional pages."""
         return max(min(_BOUNCE_BYTES // spec.page_bytes, self.host_pages(spec) // 4), 1)
 
 
 class OverflowFile:
-    """The file of ``pages`` pages: for each layer of ``spec``, in order, the part of every page. Thread-safe
-    for separate pages."""
+    """A file with ``pages`` pages: first layer 0 of all pages, then layer 1, and so on. Several threads may
+    use it for different pages."""
 
     def __init__(self, spec: KVSpec, pages: int, directory: Path | None, io: FileIO) -> None:
-        """Create the file in ``directory`` (None: no file, and nothing may be written). Raises
-        :class:`UsageError` if that is impossible or the volume is too small."""
+        """Create the file in ``directory`` (None: no file, and no page may be written). Raise
+        :class:`UsageError` if the file cannot be created or the volume is too small."""
         [group] = spec.groups
         starts = [spec.layer(layer) for layer in group.layers]
         self.starts = [each.start for each in starts]
@@ -162,7 +160,7 @@ class OverflowFile:
             try:
                 fd = self._io.open(path, flags | os.O_DIRECT)
             except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system without O_DIRECT
+                if error.errno != errno.EINVAL:  # EINVAL: the file system has no O_DIRECT
                     raise
                 with contextlib.suppress(FileNotFoundError):
                     self._io.unlink(path)
@@ -182,7 +180,8 @@ class OverflowFile:
 
     def write(self, pages: Numbers, memory: Memory, sources: Numbers) -> None:
         """Write ``pages`` (ascending numbers). ``sources`` has the address of each page. ``memory`` is a
-        buffer with room for them. Raises :class:`OSError`; then some have no valid copy in the file."""
+        buffer with room for these pages. Raise :class:`OSError` if the disk fails; then the file may have
+        wrong bytes for some of the pages."""
         count = len(pages)
         writes = []
         for layer, start in enumerate(self.starts):
@@ -205,8 +204,8 @@ class OverflowFile:
             view, offset = view[done:], offset + done
 
     def read(self, layer: int, pages: Numbers, memory: Memory) -> Numbers:
-        """Read one layer of ``pages`` into ``memory``, :attr:`stride` bytes for each. Return the positions of
-        those that differ from what was written, or could not be read, in two attempts."""
+        """Read one layer of ``pages`` into ``memory``, :attr:`stride` bytes for each page. Return the indices
+        of pages that could not be read or do not match their checksums, in two attempts."""
         bad = self._read(layer, pages, memory)
         return self._read(layer, pages, memory) if len(bad) else bad
 
@@ -228,7 +227,7 @@ class OverflowFile:
 
         try:
             self._io.read_many(reads, landed)
-        except OSError:  # the kernel has no queue for this file
+        except OSError:  # the kernel cannot queue reads of this file
             left = [number for number, (begin, _) in enumerate(spans) if not good[begin]]
             one_by_one = [reads[number] for number in left]
             FileIO.read_many(self._io, one_by_one, lambda number, result: landed(left[number], result))
@@ -246,7 +245,7 @@ class OverflowFile:
 
     @property
     def _descriptor(self) -> int:
-        assert self._fd is not None, "without a file all pages fit the memory"
+        assert self._fd is not None, "without a file, no page is written or read"
         return self._fd
 
     def _offset(self, layer: int, page: int) -> int:
@@ -259,10 +258,10 @@ class OverflowFile:
 
 
 class OverflowPool(BeyondPool):
-    """A pool of ``num_pages`` pages in this process's addresses. At most ``resident_pages`` of them have
-    memory, and the content of the others is in a file. ``spec`` has one layer group.
+    """A pool of ``num_pages`` pages in this process's memory. At most ``resident_pages`` pages have memory at
+    a time. The contents of all other pages are in a file. ``spec`` has one layer group.
 
-    The file is closed with :meth:`close`, or with the last reference to the pool.
+    The file is closed by :meth:`close`, or when the last reference to the pool is gone.
 
     >>> import tempfile
     >>> spec = KVSpec.uniform(layers=2, kv_heads=1, head_dim=64, dtype="float32")
@@ -289,9 +288,9 @@ class OverflowPool(BeyondPool):
         answer_s: float = ANSWER_S,
         staging_bytes: int = _STAGING_BYTES,
     ) -> None:
-        """Without a ``directory`` there is no file: the caller never has content in more than
-        ``resident_pages`` pages. Raises :class:`UsageError` for a pool without pages, and if the file cannot
-        be made."""
+        """Without a ``directory`` there is no file; then the caller must not have contents in more than
+        ``resident_pages`` pages. Raise :class:`UsageError` for a pool without pages, and if the file cannot
+        be created."""
         check_pages(spec, min(num_pages, resident_pages))
         self.resident_pages = min(resident_pages, num_pages)
         self.answer_s = answer_s
@@ -299,7 +298,7 @@ class OverflowPool(BeyondPool):
         region = HostRegion(round_up(spec.page_bytes, ALIGNMENT), num_pages, touched=False)
         self._memory = region.memory
         self._place(spec, region, WholePages(region.large_pages))
-        self.silent = False  # whether the disk has stopped answering reads
+        self.silent = False  # whether the disk has stopped responding
         whole = len(self.file.starts) * self.file.stride
         self._bounce_pages = max(_BOUNCE_BYTES // whole, 1)
         self._track(num_pages, at_once=self._bounce_pages)
@@ -334,13 +333,13 @@ class OverflowPool(BeyondPool):
             )
 
     def forget(self, pages: Numbers) -> None:
-        """Drop the content of these pages, which another pool owns, and keep their memory for the next
-        ones."""
+        """Drop the contents of these pages, for a pool that uses this one as its storage. Their memory is
+        kept for other pages."""
         with self._lock:
             self._forget(pages)
 
     def _give_memory(self, pages: Numbers) -> None:
-        """Do nothing: the kernel gives the memory with the first write."""
+        """Do nothing, because the kernel provides memory on the first write."""
 
     def _take_memory(self, pages: Numbers) -> None:
         for first, run in runs(pages):
@@ -380,7 +379,7 @@ class OverflowPool(BeyondPool):
             raise LostPagesError(lost, "the overflow file did not return what was written")
 
     def _read_into(self, pages: Numbers, targets: Numbers) -> list[int]:
-        """Read whole pages from the file to addresses. Return the lost ones."""
+        """Read whole pages from the file to the addresses ``targets``. Return the lost pages."""
         lost: set[int] = set()
         for first in range(0, len(pages), self._bounce_pages):
             batch = slice(first, first + self._bounce_pages)
@@ -405,25 +404,25 @@ class OverflowPool(BeyondPool):
         return lost
 
     def read_as_far(self, copies: Sequence[tuple[int, int]]) -> set[int]:
-        """Copy pages to host addresses, as far as they are not lost. Return the lost ones."""
+        """Copy pages to host addresses, except lost pages. Return the lost pages."""
         with self._lock:
             return self._read(copies, None)
 
     def answers_not(self) -> None:
-        """Record that the disk did not answer a read in time: nothing is read from it or written to it any
-        more."""
+        """Record that a read took too long. From now on, the file is not used, and all pages in it are
+        lost."""
         with self._lock:
             self.silent = True
             self._fail(f"the overflow file's disk did not answer within {self.answer_s:g} s")
             self.lose(np.flatnonzero(self._content == BEYOND).tolist())
 
     def close(self) -> None:
-        """Wait for reads, and free the file's blocks. The pool must not be used any more."""
+        """Wait for running reads, and close the file. The pool must not be used any more."""
         self._readers.shutdown()
         self._closing()
 
     def staging_array(self, address: int) -> npt.NDArray[np.uint8]:
-        """Return the staging buffer at ``address``."""
+        """Return the staging buffer at ``address`` as an array of bytes."""
         [memory] = [each for each in self._staging if each.address == address]
         return np.frombuffer(memory.view(0, self.staged_pages * self.file.stride), np.uint8)
 
@@ -431,7 +430,8 @@ class OverflowPool(BeyondPool):
 
     @contextlib.contextmanager
     def streaming(self, batches: Sequence[Numbers]) -> Iterator[PageStream]:
-        """Return a stream of these batches of pages, of at most :attr:`staged_pages` each."""
+        """Return a context manager with a stream of these batches of pages. A batch has at most
+        :attr:`staged_pages` pages."""
         stream = PageStream(self, batches, self._staging, self._readers)
         try:
             yield stream
@@ -440,8 +440,8 @@ class OverflowPool(BeyondPool):
 
 
 class PageStream:
-    """The layers of batches of pages, in order: layer 0 of all batches, then layer 1, and so on. They are
-    read ahead into the staging buffers. Used by one thread."""
+    """Reads batches of pages layer by layer: layer 0 of all batches, then layer 1, and so on. It reads ahead
+    into the staging buffers. For use by one thread."""
 
     def __init__(
         self,
@@ -461,8 +461,9 @@ class PageStream:
             self._read_next(memory)
 
     def take(self) -> int:
-        """Return the address of the next batch's layer: the parts of its pages are one after the other,
-        ``file.stride`` bytes apart. They stay there until the next call. Raises :class:`LostPagesError`."""
+        """Return the address of one layer of the next batch of pages. The pages' bytes are ``file.stride``
+        bytes apart, and stay there until the next call. Raise :class:`LostPagesError` if the disk has not
+        returned the written bytes."""
         if self._held is not None:
             self._read_next(self._held)
         pages, memory, reading = self._coming.popleft()
@@ -479,8 +480,8 @@ class PageStream:
         return memory.address
 
     def close(self) -> None:
-        """Wait until nothing is read any more, unless the disk has stopped answering. A read that ended later
-        would overwrite what the next stream has read into its buffer. A silent disk has no next stream."""
+        """Wait for running reads, because they would overwrite the buffers of the next stream. Do not wait
+        for a disk that has stopped responding, because there will be no next stream."""
         self._wanted = iter(())
         for _, _, reading in self._coming:
             if not reading.cancel() and not self._pool.silent:
@@ -498,7 +499,7 @@ class PageStream:
 
 
 def runs(pages: Numbers) -> list[tuple[int, int]]:
-    """Return the runs of consecutive numbers in ``pages``: (position of the first, count).
+    """Return the runs of consecutive numbers in ``pages``, as (index of the run's first number, length).
 
     >>> runs(np.array([3, 4, 5, 9, 8]))
     [(0, 3), (3, 1), (4, 1)]

@@ -1,8 +1,8 @@
-"""Host memory registered with a device's driver, so that the copy engines access it directly.
+"""Host memory registered (pinned) with a device's driver, so that the copy engines access it directly.
 
-Registering is slow (others report 0.1 to 0.3 s per GiB; it was not measured here), so large memory is
-registered on a thread of its own. Before that, or if the driver refuses, copies from and to that memory are
-plain copies: slower and one by one, but with the same bytes.
+Registering takes long (0.1 to 0.3 s per GiB in published measurements), so large memory is registered on a
+thread of its own. Until then, or if the driver refuses, pages from and to that memory are copied one by one,
+which is slower.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from tierstore.tiers.device import Device
 
 
 class PinnedMemory:
-    """``nbytes`` of host memory at ``address``. The driver knows it between :meth:`register` and
-    :meth:`unregister`. One thread calls each of them once; any thread may query."""
+    """``nbytes`` of host memory at ``address``, registered from :meth:`register` to :meth:`unregister`. These
+    two methods are called once each, by one thread. Any thread may call the other methods."""
 
     def __init__(self, device: Device, address: int, nbytes: int) -> None:
         self.address = address
         self.nbytes = nbytes
-        self.over = False  # unregistered, or never to be registered
+        self.over = False  # True after unregister, or if the driver has refused the memory
         self._device = device
-        self._there = False
+        self._there = False  # whether the memory is registered
         self._pid = os.getpid()
 
     def __repr__(self) -> str:
@@ -33,8 +33,8 @@ class PinnedMemory:
         return f"Pinned({self.address:#x}, {self.nbytes} bytes, {where})"
 
     def register(self) -> None:
-        """Register the memory; blocks until the driver has done so. Raise
-        :class:`~tierstore.tiers.device.DeviceError` if it refuses."""
+        """Register the memory, and block until the driver has done so. Raise
+        :class:`~tierstore.tiers.device.DeviceError` if the driver refuses."""
         try:
             self._device.register(self.address, self.nbytes)
             self._there = True
@@ -42,40 +42,40 @@ class PinnedMemory:
             self.over = not self._there
 
     def unregister(self) -> None:
-        """Unregister the memory. No copy from or to it may run any more."""
+        """Unregister the memory. No copy from or to the memory may be running."""
         there, self._there, self.over = self._there, False, True
         if there and not self.inherited:
             self._device.unregister(self.address)
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a forked child's copy. The child has the memory but not the driver."""
+        """Whether this object was inherited by a forked child, which cannot use the driver."""
         return os.getpid() != self._pid
 
     def covers(self, low: int, high: int) -> bool:
-        """Return whether the copy engines can access the addresses ``low … high`` in this memory."""
+        """Return whether the memory is registered and contains the addresses ``low … high``."""
         return self._there and self.address <= low and high < self.address + self.nbytes
 
 
 Pin: TypeAlias = Callable[[Device], PinnedMemory]
-"""Registers memory that other pools use too with a device, once for all pools, and unregisters it at its
-end."""
+"""A function that registers memory with a device, once for all pools that use the memory. Its owner
+unregisters the memory before it is freed."""
 
 
 class Reach:
-    """The host memory that is registered with ``device`` through this object. The pools of one model share
-    one. Thread-safe; :meth:`covers` takes no lock."""
+    """The host memory that pools have registered with ``device``. The pools of one model share one object.
+    Thread-safe; :meth:`covers` acquires no lock."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
         self._lock = threading.Lock()
         self._pinned: tuple[PinnedMemory, ...] = ()  # replaced as a whole, never changed
-        # further registrations by address: the driver registers memory only once
+        # calls of register by address: the driver accepts each memory only once
         self._asked = Counter[int]()
 
     def register(self, address: int, nbytes: int) -> None:
-        """Pin memory. It must stay until it has been unregistered as often as it was registered. Raise
-        :class:`~tierstore.tiers.device.DeviceError` if the driver refuses."""
+        """Register memory. The memory must stay until :meth:`unregister` was called as often as this method.
+        Raise :class:`~tierstore.tiers.device.DeviceError` if the driver refuses."""
         with self._lock:
             known = self._asked[address] > 0
             self._asked[address] += known
@@ -99,11 +99,11 @@ class Reach:
                 pinned.unregister()
 
     def share(self, pin: Pin) -> None:
-        """Add memory that other pools use too."""
+        """Add memory that other pools use too. ``pin`` registers it."""
         self._know(pin(self.device))
 
     def covers(self, low: int, high: int) -> bool:
-        """Return whether the addresses ``low … high`` are all in one range that is pinned by now."""
+        """Return whether the addresses ``low … high`` are all in one range that is registered now."""
         return any(pinned.covers(low, high) for pinned in self._pinned)
 
     def _know(self, pinned: PinnedMemory) -> None:

@@ -1,16 +1,15 @@
-"""Two-level allocation of space, for the host arena and the disk's extents. Pure: no memory, no files.
+"""Two-level allocation of space, for the host arena and the disk's extents. It computes with offsets only.
 
 Space is divided into equal *units*. A *slab* is a run of units for one size class, divided into equal
-*slots*; a page takes one slot. When its last slot is freed, a slab dissolves into units for any other class.
-So pages of different models share one space. A history of different sizes may leave partly empty slabs. On
-disk, where pages can be moved, a run of units is *held*, emptied and given to another class
-(tiers/disk/space.py chooses it).
+*slots*; a page takes one slot. When the last used slot of a slab is freed, the slab becomes free units for
+any class. So pages of different models share one space. After pages of many sizes came and went, slabs may be
+partly empty. On disk, where pages can be moved, a run of units is then *held* (nothing is allocated there),
+emptied, and used for another class (tiers/disk/space.py chooses the run).
 
-A slab may begin at any unit. If it were aligned to its own size, like a buddy block, slabs of 5, 8 and 28
-units would leave unusable gaps. The start of a slab still follows from any one of its slots, because no two
-slots of a slab have the same distance from the unit border before them. This lets the disk tier rebuild its
-free space from its page records alone.
-"""
+A slab may begin at any unit. If slabs were aligned to their own sizes, like buddy blocks, slabs of 5, 8 and
+28 units would leave unusable gaps. The start of a slab still follows from the offset of any of its slots,
+because no two slots of a slab have the same distance from the unit border before them. So the disk tier can
+rebuild its free space from its page records alone."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from tierstore.units import round_up
 _MAX_UNIT = 4 << 20
 _UNITS_WANTED = 256
 _MAX_SLOTS_TRIED = 64
-_MAX_SLAB_FRACTION = 64  # largest share (1/n) of the space for one slab, unless a single slot is larger
+_MAX_SLAB_FRACTION = 64  # a slab has at most 1/n of the space, unless a single slot is larger
 _TOLERATED_WASTE = 1 / 64
 
 
@@ -37,8 +36,8 @@ class Slab:
     units: int
     slot_bytes: int
     slots: int
-    free: dict[int, None]  # free slot numbers, as an ordered set: the last one in is the next one out
-    held: bool = False  # about to be emptied: no slot of it is allocated
+    free: dict[int, None]  # free slot numbers, as an ordered set: the last one added is allocated first
+    held: bool = False  # True while the slab is being emptied: its slots are not allocated
 
     @property
     def used_slots(self) -> int:
@@ -50,7 +49,7 @@ class Slab:
 
 
 class SlabAllocator:
-    """Allocates aligned slots within ``capacity_bytes``. Not thread-safe: its owner locks."""
+    """Allocates aligned slots within ``capacity_bytes``. Not thread-safe: the caller must lock."""
 
     def __init__(self, capacity_bytes: int, *, unit_bytes: int | None = None) -> None:
         if unit_bytes is None:
@@ -63,19 +62,19 @@ class SlabAllocator:
             )
         self.capacity_bytes = capacity_bytes
         self.unit_bytes = unit_bytes
-        self.used_bytes = 0  # bytes in slots
-        self._owner: list[Slab | None] = [None] * (capacity_bytes // unit_bytes)
+        self.used_bytes = 0  # bytes of used slots
+        self._owner: list[Slab | None] = [None] * (capacity_bytes // unit_bytes)  # the slab of each unit
         self._limit = len(self._owner)  # no slab is placed at or after this unit
         self._taken = bytearray(len(self._owner))  # for each unit: 1 if no slab may be placed there
         self._open: dict[int, dict[int, Slab]] = {}  # slot_bytes → slabs with a free slot, by first unit
         self._shapes: dict[int, tuple[int, int]] = {}
-        self._numbers: dict[int, dict[int, int]] = {}  # slot_bytes → bytes beyond a unit border → slot number
+        self._numbers: dict[int, dict[int, int]] = {}  # slot_bytes → bytes after a unit border → slot number
 
     def __repr__(self) -> str:
         return f"SlabAllocator({self.used_bytes}/{self.capacity_bytes} bytes used)"
 
     def slots_for(self, nbytes: int) -> int:
-        """Return the number of pages of ``nbytes`` that fit the empty space."""
+        """Return the number of pages of ``nbytes`` that fit into the empty space."""
         units, slots = self._shape(slot_bytes(nbytes))
         return len(self._owner) // units * slots if units else 0
 
@@ -96,18 +95,13 @@ class SlabAllocator:
         return [slab for slab in dict.fromkeys(self._owner) if slab is not None]
 
     def taken_units(self) -> bytearray:
-        """Return a copy of the map of units: 1 if no slab may be placed there, else 0."""
+        """Return a byte for each unit: 1 if no slab may be placed there, else 0."""
         return bytearray(self._taken)
 
     def free_slots(self) -> Counter[int]:
-        """Return the number of free slots in present slabs, by slot bytes."""
-        return Counter(
-            {
-                size: sum(len(slab.free) for slab in slabs.values())
-                for size, slabs in self._open.items()
-                if slabs
-            }
-        )
+        """Return the number of free slots in existing slabs that are not held, by slot bytes."""
+        opened = {size: slabs.values() for size, slabs in self._open.items() if slabs}
+        return Counter({size: sum(len(slab.free) for slab in slabs) for size, slabs in opened.items()})
 
     def has_room(self, nbytes: int) -> bool:
         """Return whether :meth:`allocate` would find a slot."""
@@ -115,11 +109,12 @@ class SlabAllocator:
         return bool(self._open.get(size)) or self._free_run(*self._shape(size)) is not None
 
     def allocate(self, nbytes: int) -> int | None:
-        """Return the offset of a free slot for ``nbytes``, or None if there is none."""
+        """Allocate a slot for ``nbytes``, and return its offset; None if there is no room."""
         return next(iter(self.allocate_many(nbytes, 1)), None)
 
     def allocate_many(self, nbytes: int, count: int) -> list[int]:
-        """Return the offsets of up to ``count`` free slots for ``nbytes``; fewer if no more are free."""
+        """Allocate up to ``count`` slots for ``nbytes``, and return their offsets; fewer if there is no more
+        room."""
         size = slot_bytes(nbytes)
         offsets: list[int] = []
         while len(offsets) < count:
@@ -154,22 +149,22 @@ class SlabAllocator:
                 self._taken[slab.start : slab.start + usable] = bytes(usable)
 
     def hold(self, start: int, units: int) -> None:
-        """Stop allocating in units ``start … start + units`` and in slabs that overlap them, so that they
-        empty."""
+        """Allocate nothing in units ``start … start + units`` and in slabs that overlap them, so that these
+        slabs can be emptied."""
         self._taken[start : start + units] = b"\1" * units
         for slab in self._slabs_in(start, units):
             slab.held = True
             self._open.get(slab.slot_bytes, {}).pop(slab.start, None)
 
     def unhold(self, start: int, units: int) -> None:
-        """Undo :meth:`hold`: slabs that have not become empty are normal slabs again."""
+        """Undo :meth:`hold`: allocate again in slabs that have not been emptied, and in free units."""
         for slab in self._slabs_in(start, units):
             if slab.start + slab.units > self._limit:
                 continue
             slab.held = False
             if slab.free:
                 self._open.setdefault(slab.slot_bytes, {})[slab.start] = slab
-        # Slabs that overlapped the borders may have dissolved outside of the range, too.
+        # Slabs that overlapped the borders of the range may have left free units outside of the range.
         first = next((at for at in range(start, 0, -1) if self._owner[at - 1] is not None), 0)
         last = next(
             (at for at in range(start + units, self.units) if self._owner[at] is not None), self.units
@@ -178,7 +173,7 @@ class SlabAllocator:
             self._taken[unit] = unit >= self._limit or self._owner[unit] is not None
 
     def limit(self, units: int) -> None:
-        """Place no new slab and no new page after the first ``units``. Existing pages stay."""
+        """Allocate nothing after the first ``units`` units. Existing pages stay."""
         self._limit = min(units, self._limit)
         self.capacity_bytes = self._limit * self.unit_bytes
         self.hold(self._limit, self.units - self._limit)
@@ -187,8 +182,8 @@ class SlabAllocator:
         return (slab for slab in dict.fromkeys(self._owner[start : start + units]) if slab is not None)
 
     def claim(self, offset: int, nbytes: int) -> bool:
-        """Mark a slot as used that is known from elsewhere (a record read at start). Return False if
-        ``offset`` is no slot of that size, lies outside, or is taken: the record is then invalid."""
+        """Mark the slot at ``offset`` as used, for a page whose record was read at open. Return False if
+        there can be no slot of this size, or the slot is used: then the record is invalid."""
         size = slot_bytes(nbytes)
         units, slots = self._shape(size)
         slot = self._number(size, offset % self.unit_bytes)
@@ -211,7 +206,7 @@ class SlabAllocator:
         return True
 
     def check(self) -> None:
-        """Assert that slabs, open lists and the byte count agree."""
+        """Assert that slabs, lists of free slots and the byte count agree."""
         slabs = {slab.start: slab for slab in self._owner if slab is not None}
         used = 0
         for slab in slabs.values():
@@ -226,16 +221,16 @@ class SlabAllocator:
     # -- slabs ---------------------------------------------------------------------------------------
 
     def _shape(self, size: int) -> tuple[int, int]:
-        """Return (units, slots) of a slab of this class: the smallest slab that wastes little; (0, 0) if none
-        fits."""
+        """Return (units, slots) of a slab of this class: the smallest slab that wastes little space; (0, 0)
+        if no slab fits."""
         shape = self._shapes.get(size)
         if shape is None:
             shape = self._shapes[size] = self._best_shape(size)
         return shape
 
     def _best_shape(self, size: int) -> tuple[int, int]:
-        # Space is lost at the end of each slab, and in the units left over beside whole slabs. So compare
-        # page counts.
+        # Space is wasted at the end of each slab, and in units that are too few for another slab. So compare
+        # the numbers of pages that fit into the whole space.
         best = (0, 0)
         most = 0
         for wanted in range(1, _MAX_SLOTS_TRIED + 1):
@@ -254,7 +249,6 @@ class SlabAllocator:
         return None if start is None else self._place_slab(start, size, units, slots)
 
     def _free_run(self, units: int, slots: int) -> int | None:
-        """Return the first unit of a free place for a slab."""
         return best_run(self._taken, units) if slots else None
 
     def _number(self, size: int, beyond: int) -> int | None:
@@ -276,9 +270,9 @@ class SlabAllocator:
 
 
 def best_run(taken: bytearray, units: int) -> int | None:
-    """Return where to put ``units`` among those that are 0 in ``taken``, or None. Choose the run with the
-    least left over when it is filled with slabs of this size, and the smallest of those, so that what is left
-    is useful."""
+    """Return the first of ``units`` adjacent units that are 0 in ``taken``; None if there are none. Choose
+    the free run with the fewest units left over after it is filled with slabs of this size, and among equals
+    the shortest."""
     best: tuple[int, int, int] | None = None
     start = taken.find(0)
     while start >= 0:

@@ -1,25 +1,25 @@
-"""Allocation of one memory for pages of several layer groups: large pages, which are cut into small pages.
+"""Allocation of one memory for pages of several layer groups: large pages are divided into small pages.
 
-A separate pool for each layer group would have to be as large as its group may ever get, and would be idle
-while other groups have the work. Here, the groups share one allocation. It is cut into *large pages* of one
-size. A group takes a large page, cuts it into small pages of its own size, and returns it when all of them
-are free. (The two levels are those of Jenga, arXiv:2503.18292, which measured how much a single page size for
-all groups wastes.)
-::
+A separate pool for each layer group would need room for the most pages that this group can ever have, and
+would often be partly empty. Here, the groups share one allocation, which is divided into *large pages* of one
+size. A group takes a large page, divides it into small pages of its own size, and returns the large page when
+all of its small pages are free. (Jenga, arXiv:2503.18292, has the same two levels, and measured how much
+memory a single page size for all groups wastes.) ::
 
     large   [ A A A A ][ B ][ A A . . ][ (free) ][ B ]        A: pages of a window, B: of full attention
     small     0 1 2 3    0    8 9 ...
 
-A large page has room for at least one page of every group. With the least common multiple of the page sizes,
-nothing would be left over. But free space in a large page is only for its owner, and smaller large pages
-leave less of it. So :func:`cut` uses the smallest multiple of the largest page in which no group wastes more
-than 1/25. Small pages are spaced evenly, so that a group's pages are rows of one array. (Gemma 3 27B: 5.3 %
-of all memory wasted with 52 layers' pages, 6.5 % with the common multiple, 260.) The memory itself, on a CPU
-or on a device, is in :mod:`tierstore.tiers.group_pools`.
+A large page has room for at least one page of every group. If its size were the least common multiple of the
+page sizes, small pages would fill it completely. But only its owner can use the free small pages in it, and
+there are fewer of these if large pages are small. So :func:`cut` uses the smallest multiple of the largest
+page in which no group wastes more than 1/25. Small pages have equal distances, so that a group's pages are
+rows of one array. (For Gemma 3 27B, large pages with the bytes of 52 layers waste 5.3 % of all memory, and
+large pages of the common multiple, 260 layers, waste 6.5 %.) :mod:`tierstore.tiers.group_pools` allocates the
+memory itself, on a CPU or on a device.
 
-Small pages of one sequence are kept together, since they are freed together. An allocation first fills the
-large pages in which the sequence has pages, then takes whole large pages for as many pages as fill them, and
-puts the rest where the least is left over. ``check()`` verifies the bookkeeping.
+The small pages of one sequence are kept together, because they are freed together. An allocation first uses
+the large pages in which the sequence already has pages, and then whole large pages. The remaining pages go to
+the large page with the fewest free small pages that has enough of them. ``check()`` verifies the bookkeeping.
 
 >>> cut([1024, 3072])
 Cut(large_bytes=3072, per_large=(3, 1))
@@ -37,29 +37,30 @@ from tierstore.tiers.large_pages import LargePages
 from tierstore.units import format_size, round_up
 
 _ALIGN = 64  # bytes: alignment of small pages
-_MOST_LARGEST = 16  # largest number of the largest pages in a large page
-_LITTLE = 0.04  # share of a large page that may be left over between small pages
+_MOST_LARGEST = 16  # a large page has room for at most 16 pages of the group with the largest pages
+_LITTLE = 0.04  # a smaller unused share of a large page does not count
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The size of a large page, and the number of small pages of each group in it."""
+    """The size of a large page, and for each group the number of its small pages in a large page."""
 
     large_bytes: int
     per_large: tuple[int, ...]
 
 
 def cut(page_bytes: Sequence[int]) -> Cut:
-    """Return the large pages for small pages of these sizes. Their size is about the smallest multiple of the
-    largest size, up to 16, in which every group wastes little; otherwise the one in which the worst group
-    wastes least."""
+    """Return how large pages are divided into small pages of these sizes. A large page is about 1 to 16 times
+    as large as the largest small page. It has the smallest such size in which every group wastes at most 4 %;
+    if there is none, the size in which the worst group wastes least."""
     aligned = [-(-size // _ALIGN) * _ALIGN for size in page_bytes]
     cuts = [_even(max(aligned) * times, aligned) for times in range(1, _MOST_LARGEST + 1)]
     return min(cuts, key=lambda each: (max(_worst(each, aligned), _LITTLE), each.large_bytes))
 
 
 def _even(large_bytes: int, sizes: Sequence[int]) -> Cut:
-    """Return a cut with as many pages as fit, and a large page that all of these numbers divide."""
+    """Return the division of a large page of about ``large_bytes`` into as many small pages as fit. Its size
+    is rounded up so that the small pages have equal, aligned distances."""
     per_large = tuple(large_bytes // size for size in sizes)
     return Cut(_rounded(large_bytes, per_large), per_large)
 
@@ -75,7 +76,7 @@ def large_bytes_for(page_bytes: Sequence[int], per_large: Sequence[int]) -> int:
 
 
 def _rounded(large_bytes: int, per_large: Sequence[int]) -> int:
-    """Return the next size that all these numbers divide into aligned pages."""
+    """Round up to a size that can be divided into each of these numbers of aligned pages."""
     return round_up(large_bytes, _ALIGN * math.lcm(*per_large))
 
 
@@ -85,9 +86,9 @@ def _worst(each: Cut, sizes: Sequence[int]) -> float:
 
 
 class SmallPages:
-    """Allocation of one group's pages: which pages of ``page_bytes`` bytes are free in the large pages that
-    the group has. Page ``p`` is in large page ``p // per_large``. Implements
-    :class:`tierstore.tiers.large_pages.Books`. Not thread-safe: its owner locks."""
+    """Allocation of one group's pages of ``page_bytes`` bytes, in the large pages that the group has taken.
+    Page ``p`` is in large page ``p // per_large``. Implements :class:`tierstore.tiers.large_pages.Books`. Not
+    thread-safe: the caller must lock."""
 
     def __init__(self, large_pages: LargePages, per_large: int, page_bytes: int) -> None:
         self.large_pages = large_pages
@@ -99,7 +100,7 @@ class SmallPages:
 
     @property
     def free_pages(self) -> int:
-        """Pages that can be allocated, including those of free large pages."""
+        """Number of pages that can be allocated, including pages in free large pages."""
         return self.free_parts + self.large_pages.free * self.per_large
 
     @property
@@ -112,7 +113,8 @@ class SmallPages:
 
     def allocate(self, count: int, *, near: Sequence[int] = ()) -> list[int] | None:
         """Allocate ``count`` pages, or return None if fewer are free. ``near`` are pages that will be freed
-        at about the same time, usually the sequence's own: the newest one's large page is filled first."""
+        at about the same time, usually those of the same sequence, the newest last. Free pages in their large
+        pages are used first, beginning with the newest page's."""
         taken: list[int] = []
         for page in reversed(near) if self._open else ():
             if len(taken) >= count:
@@ -128,8 +130,7 @@ class SmallPages:
         return taken
 
     def _choose(self, count: int) -> int | None:
-        """Return the large page to take ``count`` pages (or the first of them) from; None if all are in
-        use."""
+        """Return a large page from which up to ``count`` pages can be taken; None if no page is free."""
         fresh = self._open_fresh() if count >= self.per_large else None
         if fresh is not None:
             return fresh
@@ -151,7 +152,6 @@ class SmallPages:
         return None
 
     def _take(self, number: int, count: int) -> list[int]:
-        """Take up to ``count`` of the free pages of a large page."""
         parts = self.parts[number]
         taken = parts[max(len(parts) - count, 0) :][::-1]
         del parts[len(parts) - len(taken) :]
@@ -175,22 +175,23 @@ class SmallPages:
                 self.large_pages.give([number])
 
     def emptied_by(self, pages: Iterable[int]) -> int:
-        """Return how many large pages would be empty without these small pages, which are in use. Approximate
-        while other threads free pages."""
+        """Return how many large pages would become empty if these small pages, which are in use, were freed.
+        The result is approximate if other threads free pages at the same time."""
         leaving = Counter(page // self.per_large for page in pages)
         parts = self.parts
         return sum(len(parts.get(number, ())) + count == self.per_large for number, count in leaving.items())
 
 
 def books_of(page_bytes: Sequence[int], pages: Cut, large_pages: LargePages) -> tuple[SmallPages, ...]:
-    """Return the bookkeeping for pages of these sizes in ``large_pages``, cut as ``pages`` says."""
+    """Return the allocators for pages of these sizes in ``large_pages``, which are divided as in
+    ``pages``."""
     sizes = zip(page_bytes, pages.per_large, strict=True)
     return tuple(SmallPages(large_pages, per_large, size) for size, per_large in sizes)
 
 
 def checked_cut(page_bytes: Sequence[int], nbytes: int) -> Cut:
-    """Return :func:`cut` for these sizes. Raise :class:`UsageError` if ``nbytes`` have no room for one page
-    of each."""
+    """Return :func:`cut` for these sizes. Raise :class:`UsageError` if ``nbytes`` are less than one large
+    page."""
     pages = cut(page_bytes)
     if nbytes < pages.large_bytes:
         raise UsageError(

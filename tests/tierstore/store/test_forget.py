@@ -799,7 +799,7 @@ def forget_and_die(place: Place, last: int, told: int, what: dict[str, str]) -> 
     killed = KilledAt(last)
     for name in ("pwrite", "pwritev", "fdatasync", "fsync"):
         killed.around(os, name)
-    for name in ("forget_roots", "apply", "put_extra", "_let_turns_pass"):
+    for name in ("forget_roots", "apply", "put_extra", "_commit_twice"):
         killed.around(IndexDB, name)
     store.forget(**what)
     os.write(told, b"returned")

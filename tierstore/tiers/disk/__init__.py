@@ -1,64 +1,62 @@
-"""The disk tier: pages that outlive the process, in one directory with one owner and a hard byte cap.
+"""The disk tier: pages that outlive the process, in one directory with one owner and a fixed byte capacity.
 
 ::
 
-    DIR                   flock by the owner
+    DIR                   locked (flock) by the owning process
     DIR/lock              the owner's process id
-    DIR/index.lmdb        the truth: what pages there are (index_db.py), and the payloads of small ones
-    DIR/extents/000000 …  the other payloads, one linear space of slots (extents.py, slabs.py)
+    DIR/index.lmdb        one record per page (index_db.py), and the payloads of small pages
+    DIR/extents/000000 …  all other payloads, in one linear space of slots (extents.py, slabs.py)
 
-**What is where.** A payload of ``inline_bytes`` or less is in the index, in pieces of one LMDB page each. All
-other payloads are in extents, which are preallocated and use O_DIRECT between the disk and the caller's
-memory.
+**Where payloads are stored.** A payload of ``inline_bytes`` or less is in the index, in pieces of one LMDB
+page each. All other payloads are in the extent files, which are preallocated. O_DIRECT transfers them between
+the disk and the caller's memory.
 
-**How a page is saved.** ``reserve`` picks a place, in memory. ``write`` copies the payload there and computes
-its checksum. ``commit`` syncs the extent files, and then writes record, inline payload, removals and use
-times in one LMDB transaction. While one batch is committed, the next may be written.
+**How a page is saved.** ``reserve`` chooses a place, without I/O. ``write`` copies the payload there and
+computes its checksum. ``commit`` syncs the extent files, and then writes records, inline payloads, removals
+and use times in one LMDB transaction. While one batch is committed, the next batch may be written.
 
-**Why a crash does no harm.** A record exists only if its payload was on disk before it. A place is free only
-when the transaction that removed its record is on disk, so no write ever overwrites a page whose record a
-crash could bring back. The free space is not stored: it is what the records leave over, and is rebuilt at
-open, so the two cannot disagree. If the disk lies about any of this, the checksum (and for the record its own
-checksum, seeded with its serial) turns the damage into a miss. After a failed sync, ``commit`` refuses
-everything written before it: the kernel reports lost writes once, and then forgets them (tier.py).
+**Why a crash does no harm.** A payload is on disk before its record is written. A place becomes free only
+when the transaction that removed its record is on disk. So no write overwrites a page whose record a crash
+could restore. The free space is not stored: each opening computes it from the records, so it cannot
+contradict them. If the disk loses a write that it has reported as done, the checksums of payload and record
+do not match, and the page is a miss. After a failed sync, ``commit`` refuses all pages written before it,
+because the kernel reports a lost write only once (tier.py).
 
-**How pages are read.** Each of several threads reads 1 to 4 MiB of neighbouring pages per request, and
-computes the checksum while the bytes are in its cache. Small pages that are not adjacent are passed to the
-kernel in one call (io.py), unless threads were clearly faster when the directory was created
-(calibration.py).
+**How pages are read.** Several threads read 1 to 4 MiB of adjacent pages per request. Each computes the
+checksum while the bytes are in its core's cache. Small pages that are not adjacent are passed to the kernel
+in one call (io.py), unless threads were clearly faster when the directory was created (calibration.py).
 
-**Damage and failure.** A page whose bytes are there but wrong is damaged and will never be read again. A disk
-error says nothing about the pages: they stay (payloads.py). Every running call is tracked (io.py), so that a
-disk that has stopped answering can be told from an idle one. ``probe`` finds out whether a failed disk works
-again.
+**Damage and failure.** A page whose bytes have changed is damaged and will never be read again. After an
+error of the disk, pages stay, because the error does not mean that they are damaged (payloads.py). Every
+running call is tracked (io.py), to distinguish a disk that has stopped responding from an idle disk.
+``probe`` finds out whether a failed disk works again.
 
-**Why the cap holds.** The sizes of the index map and of the extent space are fixed at open. With an allowance
-for the rest, they add up to less than the cap (space.py). Neither file can grow past its share. When a
-directory is opened with another cap, the policy evicts pages until the others fit. Pages outside of the slots
-of the new space are moved, and then the extents are cut (fitting.py). An index file that is larger than its
-new share is rewritten with the pages that the policy keeps (opening.py). The cap is also stored in the
-directory, for fsck.
+**Why the capacity holds.** The sizes of the index map and of the extent space are fixed at open. Together
+with an allowance for other files, they are less than the capacity (space.py). When a directory is opened with
+another capacity, the policy evicts pages until the remaining pages fit. Pages outside of the slots of the new
+extent space are moved, and then the extent files are truncated (fitting.py). An index file that is larger
+than its new share is rewritten with the pages that the policy keeps (opening.py). The capacity is also stored
+in the directory, for fsck.
 
-**What is read when.** Opening reads the index's facts (56 bytes a page) in the background, for free space and
-the order of eviction (opening.py, page_table.py). Lookups do not wait for it. Facts have no checksum, so a
-page's parent and place are taken from its record. After that, a record is read when a lookup needs it: a link
-from (parent, key) leads to it. So a store of millions of pages opens at once and uses 84 bytes of memory for
-each.
+**What is read at open.** A background thread reads the index's facts (56 bytes a page), for the free space
+and the order of eviction (opening.py, page_table.py). Lookups do not wait for it. Facts have no checksum, so
+a page's parent and place are taken from its record. Later, a record is read when a lookup needs it: a link
+from (parent, key) leads to it. So a store of millions of pages can be used at once, and needs 84 bytes of
+memory per page.
 
-**Serials.** The index is keyed by serials, not by page keys: a parent's serial is always below its
-children's, and two pages under one key are two pages. The root of each identity has a serial too
-(roots.py).
+**Serials.** Pages and the roots of identities (roots.py) are numbered by serials. A parent's serial is always
+lower than those of its children. Two pages with the same key have different serials.
 
-**Encryption.** In an encrypted directory, records, links and payloads are in a *sealed* form (sealing.py)
-that is a valid record, link and payload for everything that works without keys. The keys are elsewhere
-(keyring.py).
+**Encryption.** In an encrypted directory, records, links and payloads have a *sealed* form (sealing.py). Code
+that needs no key handles sealed and plain records, links and payloads in the same way. The keys are in a file
+outside of the directory (keyring.py).
 
-**Rejected alternatives.** LMDB alone (values of 1 MiB are written at a fifth of the speed of extents).
-One file per page (a directory entry, an inode and two syncs for each). Buffered
-writes (a sixth of the speed of O_DIRECT here, and they evict other processes' pages from the page cache). A
-free list on disk (one more structure to keep consistent, to save a second at open). LMDB's ``metasync=False``
-(an acknowledged page could be lost). Growing LMDB's map while running (it races with readers).
-"""
+**Rejected alternatives.** LMDB for all payloads (values of 1 MiB are written at a fifth of the speed of
+extents). One file per page (a directory entry, an inode and two syncs for each). Buffered writes (a sixth of
+the speed of O_DIRECT in a measurement, and they evict other processes' pages from the page cache). A free
+list on disk (one more structure to keep consistent, to save a second at open). LMDB's ``metasync=False`` (a
+page could be lost after ``commit`` has returned). Growing LMDB's map while the store runs (a race with
+readers)."""
 
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.page_table import PageTable

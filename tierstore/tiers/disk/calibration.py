@@ -1,8 +1,8 @@
-"""Measure the fastest way of reading a disk, once, when a directory is created.
+"""Measure which way of reading a disk is fastest, once, when a directory is created.
 
-On NVMe, O_DIRECT with several requests in flight is fastest. On some virtual disks, one buffered stream with
-the kernel's readahead is twice as fast. So a few blocks of real data are written and read back both ways,
-with an empty page cache, through the same code that will read pages.
+On NVMe, O_DIRECT with several requests in flight is fastest. On some virtual disks, reading through the page
+cache, one request at a time with the kernel's readahead, is twice as fast. So the calibration writes a few
+blocks, and reads them in both ways with an empty page cache, through the code that will read pages.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ _PAGE_BYTES = 1 * MIB
 _MOST_PAGES = 24
 _LEAST_PAGES = 8
 _ROUNDS = 3
-_TIME_LIMIT_S = 0.12  # then the measurements so far decide
+_TIME_LIMIT_S = 0.12  # after this time, the measurements so far decide
 _SMALL_BYTES = 128 * KIB
-_MOST_SMALL = 32
-# factor: where a file system reads queued requests one by one, threads are several times as fast
+_MOST_SMALL = 32  # pages
+# Threads must be faster by this factor to be preferred to the kernel's queue. On a file system that reads
+# queued requests one by one, they are several times as fast.
 _CLEARLY = 1.25
 
 
 class DiskCalibration(msgspec.Struct, frozen=True):
-    """The chosen way, when it was chosen, and the best rate of each way in GB/s."""
+    """The chosen way of reading, the time of the measurement, and the best rate of each way in GB/s."""
 
     direct: bool
     streams: int
@@ -51,10 +52,8 @@ class DiskCalibration(msgspec.Struct, frozen=True):
 
 
 def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> DiskCalibration:
-    """Measure and choose. Uses the start of an extent space that is still empty.
-
-    Raise :class:`OSError` if the disk cannot be written.
-    """
+    """Measure the ways of reading and return the fastest. Overwrites the start of the extent space, which
+    must not have pages yet. Raise :class:`OSError` if the disk cannot be written."""
     direct = ReadMode(direct=True, streams=io_threads)
     pages = min(extents.capacity_bytes // _PAGE_BYTES, _MOST_PAGES)
     if pages < _LEAST_PAGES:
@@ -77,9 +76,9 @@ def calibrate(payloads: Payloads, extents: ExtentFiles, *, io_threads: int) -> D
 
 
 def _queue_is_worth_it(payloads: Payloads, memory: Memory, streams: int) -> bool:
-    """Return whether small pages that are not adjacent are read through a queue: yes, unless threads are
-    clearly faster. A queue uses less of the processor, and the measurement takes only some milliseconds of a
-    machine that may be busy."""
+    """Return whether small pages that are not adjacent should be read through the kernel's queue: yes, unless
+    threads are clearly faster. The queue needs less processor time, and this short measurement may be wrong
+    on a busy machine."""
     count = min(memory.nbytes // (2 * _SMALL_BYTES), _MOST_SMALL)
     batch = []
     for number in range(count):
@@ -122,23 +121,23 @@ def _record(number: int, nbytes: int = _PAGE_BYTES, place: int | None = None) ->
 
 # -- probe -------------------------------------------------------------------------------------------
 #
-# Finds out whether a failed disk works again, before users' pages depend on it.
+# A probe finds out whether a failed disk works again, before users' pages are written to it.
 #
-# The probe is a page like any other, and uses the same calls. It reserves a place, which may grow the files
-# and fails on a full disk. Its bytes are written, synced together with a transaction of the index, and read
-# back. No record names the place, so it is free again afterwards. A separate probe file would be simpler but
-# would prove less: it needs no preallocation, no O_DIRECT and no index.
+# A probe writes a page like any other, with the same calls. It reserves a place, which may grow the extent
+# files, and fails on a full disk. It writes random bytes, syncs them together with a transaction of the
+# index, and reads them back. No record refers to the place, so it is free again afterwards. A probe of a
+# separate file would not test preallocation, O_DIRECT and the index.
 
 
 _PROBE_BYTES = 4096
 
 
 class Presence:
-    """Checks whether a path still leads to the same directory. Open files of an unmounted file system keep
-    working: reads and writes succeed, but written data may never be seen again."""
+    """Checks whether a path still leads to the same directory. After a lazy unmount of the file system,
+    reads and writes of its open files still succeed, but the written data may be lost."""
 
     def __init__(self, path: Path, in_flight: InFlightCalls) -> None:
-        self._path = path.absolute()  # absolute, because the process may change its directory
+        self._path = path.absolute()  # the process may change its working directory
         self._in_flight = in_flight
         self._id = self._found()
 
@@ -154,15 +153,15 @@ class Presence:
 
 
 def try_out(space: Space, payloads: Payloads, commit: Callable[[], object]) -> None:
-    """Write a page, make it durable (``commit`` syncs the files and the index) and read it back. Raise
-    :class:`OSError` if the disk cannot do it."""
+    """Write a page to the extents, make it durable with ``commit``, which syncs files and index, and read the
+    page back. Raise :class:`OSError` if one of these fails, or the bytes differ."""
     place = space.reserve_outside(_PROBE_BYTES)
-    if place is None:  # the store has no files, or they are full: then all their blocks are allocated already
+    if place is None:  # the extent space is full or has no slots: only the sync and the index can be tested
         commit()
         return
     try:
-        page = (_probe_record(place), Memory(_PROBE_BYTES, shared=False).view(0, _PROBE_BYTES))
-        page[1][:] = os.urandom(_PROBE_BYTES)  # random, so that stale bytes cannot pass
+        page = (_record(0, _PROBE_BYTES, place), Memory(_PROBE_BYTES, shared=False).view(0, _PROBE_BYTES))
+        page[1][:] = os.urandom(_PROBE_BYTES)  # random, so that bytes of an earlier write do not match
         payloads.write([page])
         commit()
         read = payloads.read([page])
@@ -170,9 +169,3 @@ def try_out(space: Space, payloads: Payloads, commit: Callable[[], object]) -> N
         space.unreserve(place, _PROBE_BYTES)
     if not read.all_good:
         raise read.error or OSError(errno.EIO, "the bytes read back differ from those written")
-
-
-def _probe_record(place: int) -> PageRecord:
-    return PageRecord(
-        serial=0, parent=0, key=bytes(16), identity=bytes(32), tokens=b"", nbytes=_PROBE_BYTES, place=place
-    )

@@ -1,13 +1,13 @@
-"""Tell from memory which pages are not on disk, so that most useless index lookups are skipped.
+"""A filter in memory that knows which pages are not on disk, so that most useless index lookups are skipped.
 
-A lookup follows the tree in memory as far as it can, and the next page may still be on disk. Checking the
-index means reading mapped memory on another thread: a few thread switches, and much longer beside a busy
-writer, for every new prompt. So each page's link to its parent is put into a Bloom filter (Bloom,
-Communications of the ACM 13(7), 1970), under its key and under its first four tokens. The filter answers
-*maybe* for every page on disk, and for about one in fifty others.
+A lookup follows the tree in memory as far as possible; the next page may still be on disk. Checking the index
+means reading mapped memory on another thread: a few thread switches for every new prompt, and much more time
+while pages are being written. So each page's link to its parent is put into a Bloom filter (Bloom,
+Communications of the ACM 13(7), 1970), under the page's key and under its first four tokens. The filter
+returns True for every page on disk, and for about one in fifty pages that are not on disk.
 
-Entries cannot be removed. When the filter holds more entries than it was made for, a new one is built from
-the index beside it. Meanwhile, new entries go into both.
+Entries cannot be removed from a Bloom filter. When the filter has more entries than it was made for, a new
+filter is built from the index. Meanwhile, new entries are added to both filters.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from tierstore.tiers.disk.records import PageRecord, child_prefix, link_of
 
 _log = logging.getLogger(__name__)
 
-_BITS = 8  # at least, per entry; with four hashes, 2.4 % of absent pages pass a full filter
+_BITS = 8  # least bits per entry; with four hashes, a full filter returns True for 2.4 % of absent pages
 _HASHES = 4
 _ENTRIES = 2  # per page
 _LEAST_PAGES = 1 << 16
-_STEP = 1 << 14  # links read at once: takes 10 ms
+_STEP = 1 << 14  # links per read of the index, which takes 10 ms
 _WORD = (1 << 64) - 1
 _LINK = np.dtype([("parent", ">u8"), ("tokens", ">u8", 2), ("key", ">u8", 2), ("serial", ">u8")])
 
@@ -43,8 +43,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class BloomFilter:
-    """A Bloom filter for the links of ``pages`` pages. It may be queried while entries are added; adding
-    needs a lock."""
+    """A Bloom filter for the links of ``pages`` pages. It may be queried while another thread adds entries.
+    Only one thread at a time may add entries."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages
@@ -65,12 +65,12 @@ class BloomFilter:
         self.added += len(rows)
 
     def may_have(self, parent: int, key: bytes) -> bool:
-        """Return whether there may be a page of this key right below ``parent``."""
+        """Return whether there may be a page with this key right below ``parent``."""
         return self._has(_mixed(int.from_bytes(key[:8], "big") + parent * _GOLDEN))
 
     def may_begin(self, parent: int, tokens: bytes) -> bool:
-        """Return whether there may be a page right below ``parent`` whose tokens begin with the first four of
-        these, or with all of them if there are fewer."""
+        """Return whether there may be a page right below ``parent`` that begins with the first four of
+        ``tokens``, or with all of ``tokens`` if there are fewer."""
         prefix = child_prefix(parent, tokens)
         first, second = (int.from_bytes(prefix[at : at + 8], "big") for at in (8, 16))
         return self._has(_mixed(_mixed(first + parent * _GOLDEN) + second))
@@ -93,7 +93,7 @@ def _mixed(value: int) -> int:
 
 
 def _all_mixed(values: _Words) -> _Words:
-    """Return :func:`_mixed` of many values."""
+    """Return :func:`_mixed` of each value."""
     for shift, factor in _MIX:
         values = (values ^ values >> np.uint64(shift)) * np.uint64(factor)
     mixed: _Words = values ^ values >> np.uint64(31)
@@ -110,8 +110,8 @@ def _hashes(rows: npt.NDArray[np.void]) -> _Words:
 
 
 class ChildFilter:
-    """The filter of an open directory. Thread-safe. A thread builds it from the index after opening; until
-    then, every page may be on disk."""
+    """The filter of an open directory. Thread-safe. After opening, a thread builds it from the index. Until
+    that thread has ended, the filter returns True for every page."""
 
     def __init__(self, index_db: IndexDB, in_flight: InFlightCalls) -> None:
         self._index_db = index_db
@@ -124,8 +124,8 @@ class ChildFilter:
         self._thread = self._begin_reading()
 
     def may_lead(self, parent: int, key: bytes | None, beginnings: Iterable[bytes]) -> bool:
-        """Return whether there may be a page right below ``parent`` that has this key (None: a partial page,
-        which has none) or one of the ``beginnings``, as the index stores both."""
+        """Return whether there may be a page right below ``parent`` that has this key (None: no page has) or
+        one of the ``beginnings``. Key and beginnings are in the form that the index stores."""
         known = self._filter
         if known is None:
             return True
@@ -134,7 +134,7 @@ class ChildFilter:
         return any(known.may_begin(parent, beginning) for beginning in beginnings)
 
     def add(self, records: Iterable[PageRecord]) -> None:
-        """Add durable pages. Must be called before any lookup relies on finding them."""
+        """Add durable pages. Call this before a lookup has to find them."""
         links = [link_of(record) for record in records]
         if not links:
             return
@@ -147,11 +147,11 @@ class ChildFilter:
                 self._thread = self._begin_reading()
 
     def wait(self) -> None:
-        """Wait until the running build has ended."""
+        """Wait until no filter is being built."""
         self._thread.join()
 
     def close(self) -> None:
-        """Stop building. The index must stay open until this returns."""
+        """Stop building a filter. The index must stay open until this returns."""
         self._closing = True
         self._thread.join()
 

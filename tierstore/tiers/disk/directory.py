@@ -1,4 +1,4 @@
-"""The store's directory: its owner, and the files that may be in it."""
+"""A store's directory: its lock, and the files that may be in it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _held: weakref.WeakSet[StoreDirectory]
 
 class StoreInUseError(StoreUnavailableError):
     """The directory is in use by another process, or by another store in this process. ``owner`` is the
-    process id, or "(unknown)" if the lock file that has it is missing."""
+    owner's process id, or "(unknown)" if the lock file with the id is missing."""
 
     def __init__(self, path: Path, owner: str) -> None:
         super().__init__(f"{path} is in use by process {owner}: stop it, or give another directory")
@@ -34,29 +34,28 @@ class StoreInUseError(StoreUnavailableError):
 class StoreDirectory:
     """A directory locked by this process until :meth:`release` or the end of the process.
 
-    The lock is on the directory itself: a cleaner of /tmp may remove a file in it, but not a directory that
-    is not empty. The file ``lock`` has the owner's process id. It is locked too, because earlier versions
-    lock nothing else.
-    """
+    The lock is on the directory itself, because a program that cleans /tmp may remove a file in it, but not a
+    directory that is not empty. The file ``lock`` has the owner's process id. This file is locked too,
+    because earlier versions of tierstore lock only the file."""
 
     def __init__(self, path: Path, lock: PathLock | None, lock_fd: int) -> None:
-        """``lock`` is None on a file system that cannot lock directories. ``lock_fd`` is -1 without a lock
-        file."""
+        """``lock`` is None on a file system that cannot lock directories. ``lock_fd`` is -1 if there is no
+        lock file."""
         self.path = path
         self._lock = lock
         self.index = path / INDEX
         self.new_index = path / f"{INDEX}.new"
-        self.damaged_index = path / _DAMAGED  # left by fsck, until the next opening
+        self.damaged_index = path / _DAMAGED  # fsck keeps a damaged index here until the next opening
         self.extents = path / _EXTENTS
         self._lock_fd = lock_fd
         _held.add(self)
 
     @classmethod
     def acquire(cls, path: Path) -> StoreDirectory:
-        """Create ``path`` if it does not exist, and lock it. A refused directory is not changed.
+        """Create ``path`` if it does not exist, and lock it.
 
         Raise :class:`StoreUnavailableError` if it cannot be written, holds files of other programs, or is in
-        use by another process (or by another store in this one).
+        use by another process (or by another store in this process); then the directory is not changed.
         """
         try:
             _refuse_strangers(path)
@@ -73,7 +72,7 @@ class StoreDirectory:
         lock file, for :meth:`sign`.
 
         Raise :class:`UsageError` if there is no store in ``path``, and :class:`StoreUnavailableError` if it
-        cannot be read or is in use by another process (or by a store in this one).
+        cannot be read or is in use by another process (or by a store in this process).
         """
         try:
             if not (path / INDEX).is_file():
@@ -83,7 +82,7 @@ class StoreDirectory:
             raise StoreUnavailableError(f"cannot read the store in {path}: {error.strerror}") from error
 
     def foreign(self) -> list[str]:
-        """Return the names of files in the directory that no store has created."""
+        """Return the names of files in the directory that are not the store's."""
         names = [entry.name for entry in self.path.iterdir() if entry.name not in _OURS]
         if self.extents.is_dir():
             inside = (entry for entry in self.extents.iterdir() if extent_number(entry) is None)
@@ -96,7 +95,7 @@ class StoreDirectory:
         os.pwrite(self._lock_fd, f"{os.getpid()}\n".encode(), 0)
 
     def allocated_bytes(self) -> int:
-        """Return the bytes that the directory takes in its file system, including itself."""
+        """Return the disk space of the directory and of everything in it."""
         total = 0
         for root, _, names in os.walk(self.path):
             for each in (Path(root), *(Path(root, name) for name in names)):
@@ -104,16 +103,16 @@ class StoreDirectory:
         return total
 
     def leftovers(self) -> list[Path]:
-        """Return the files of an index that was being created when its process ended."""
+        """Return the files of a new index whose creation was interrupted."""
         return [path for path in (self.new_index, self.path / f"{self.new_index.name}-lock") if path.exists()]
 
     def remove_leftovers(self, io: FileIO) -> None:
-        """Delete the leftovers. Raise :class:`OSError` if that fails."""
+        """Delete the :meth:`leftovers`. Raise :class:`OSError` if that fails."""
         for path in self.leftovers():
             io.unlink(path)
 
     def release(self) -> None:
-        """Release the directory. Repeated calls do nothing."""
+        """Unlock the directory. Repeated calls do nothing."""
         fd, self._lock_fd = self._lock_fd, -1
         lock, self._lock = self._lock, None
         _held.discard(self)
@@ -131,7 +130,8 @@ def extent_number(path: Path) -> int | None:
 
 def _lock(path: Path, *, make: bool) -> tuple[PathLock | None, int]:
     """Lock a directory and its lock file. ``make`` creates a missing lock file. Raise
-    :class:`StoreUnavailableError` if it is in use, and :class:`OSError` if the directory cannot be opened."""
+    :class:`StoreInUseError` if one of them is locked, and :class:`OSError` if the directory cannot be
+    opened."""
     _refuse_links(path)
     lock: PathLock | None = None
     try:
@@ -153,7 +153,7 @@ def _lock(path: Path, *, make: bool) -> tuple[PathLock | None, int]:
 
 
 def _lock_file(file: Path, *, make: bool) -> int:
-    """Lock the lock file and return its descriptor; -1 if there is none and none is created."""
+    """Lock the lock file and return its descriptor; -1 if the file is missing and ``make`` is False."""
     if make:
         return PathLock(file).fd
     try:
@@ -169,7 +169,7 @@ def _lock_file(file: Path, *, make: bool) -> int:
 
 
 def _owner(path: Path) -> str:
-    """Return the process id in the lock file."""
+    """Return the process id in the lock file, or "(unknown)"."""
     try:
         with open(path / _LOCK, "rb") as file:
             return file.read(32).decode(errors="replace").strip() or "(unknown)"
@@ -178,8 +178,8 @@ def _owner(path: Path) -> str:
 
 
 def _refuse_links(path: Path) -> None:
-    """Raise :class:`StoreUnavailableError` if one of the store's files is a symbolic link: its target may
-    belong to another user and would be overwritten."""
+    """Raise :class:`StoreUnavailableError` if one of the store's files is a symbolic link, because the link's
+    target may belong to another user and would be overwritten."""
     extents = path / _EXTENTS
     for entry in (*(path / name for name in _OURS), *(extents.iterdir() if extents.is_dir() else ())):
         if entry.is_symlink():
@@ -200,8 +200,8 @@ def _refuse_strangers(path: Path) -> None:
 
 
 def _forget_after_fork() -> None:
-    # A child shares the lock's open file. Without this, it would keep the directory locked after its parent's
-    # end.
+    # A forked child shares the lock's open file. Without this, the child would keep the directory locked
+    # after the end of its parent.
     for directory in list(_held):
         directory.release()
 

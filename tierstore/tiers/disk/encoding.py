@@ -1,8 +1,8 @@
-"""Encoding of pages on their way to disk, in the background.
+"""Encode pages before they are written to disk.
 
-The store's writer has a batch encoded before it looks for places. Low-priority threads do this, so that an
-engine that needs the processor gets it. Pages not started by a deadline are written unencoded, and so are all
-pages while the writer is behind: a busy processor costs space on disk, but delays no page.
+The store's writer lets this encode a batch before it reserves places. Low-priority threads encode, so that an
+engine on the same cores is not slowed down. A page whose encoding has not begun by a deadline is written
+unencoded. So a busy processor costs space on disk, but delays no page.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from tierstore.units import MIB
 _log = logging.getLogger(__name__)
 
 _THREADS = 2
-_NICE = 10  # an encoder beside an engine on the same core gets a tenth of it
-_DEADLINE_S = 0.5  # a batch of 32 MiB takes 15 ms on two idle cores
-_KEPT_BYTES = 96 * MIB  # memory for batches that are being written at the same time
+_NICE = 10  # on a core shared with an engine, an encoder gets a tenth of the time
+_DEADLINE_S = 0.5  # encoding a batch of 32 MiB takes 15 ms on two idle cores
+_KEPT_BYTES = 96 * MIB  # memory kept for the payloads of batches that are being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class PageBytes:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The payload to write instead of a page. ``checksum`` is the page's. ``memory`` holds the payload, and
-    must be returned (:meth:`PageEncoder.give_back`) after it was written."""
+    """The payload to write instead of a page. ``checksum`` is that of the unencoded page. ``memory`` holds
+    the payload, and must be returned with :meth:`PageEncoder.give_back` after the write."""
 
     codec: int
     nbytes: int  # bytes of the payload
@@ -65,15 +65,15 @@ class PageEncoder:
 
     def __init__(self, codec: Codec, *, inline_bytes: int) -> None:
         self._codec = codec
-        # pages of this size or less are in the index, where nothing is encoded
+        # pages of this size or less are stored in the index, and are not encoded
         self._inline_bytes = inline_bytes
         self._staging = Staging(_KEPT_BYTES)
         self._threads = IOThreads(_THREADS, name="tierstore-encode")
         self._own = threading.local()
 
     def encode(self, pages: Sequence[PageBytes], *, deadline_s: float = _DEADLINE_S) -> list[Encoded | None]:
-        """Encode pages. Return the payload to write for each, or None if the page itself is to be written.
-        Takes at most ``deadline_s`` plus the time for one page."""
+        """Encode pages. Return for each page its encoded payload, or None if the page must be written
+        unencoded. Takes at most ``deadline_s`` plus the time for one page."""
         give_up = time.monotonic() + deadline_s
         futures = [self._threads.submit(partial(self._encode, page)) for page in pages]
         for future in futures:
@@ -81,7 +81,7 @@ class PageEncoder:
         return [self._outcome(future) for future in futures]
 
     def give_back(self, encoded: Sequence[Encoded]) -> None:
-        """Free the payloads, which were written or will not be."""
+        """Free payloads that are not needed any more."""
         self._staging.give_back([one.memory for one in encoded])
 
     def close(self) -> None:
@@ -89,8 +89,8 @@ class PageEncoder:
         self._threads.close()
 
     def _outcome(self, future: Future[Encoded | None]) -> Encoded | None:
-        """Return the encoded page. If the codec failed, log it and return None: that is no failure of the
-        disk, and the page is written unencoded."""
+        """Return the encoded page. If its encoding was cancelled or has failed, return None, so that the page
+        is written unencoded."""
         if future.cancelled():
             return None
         error = future.exception()
@@ -112,21 +112,14 @@ class PageEncoder:
             return None
         memory = self._staging.take(self._codec.bound(page.view.nbytes))
         nbytes = self._codec.encode(page.view, memory.view(0, memory.nbytes), page.identity.layout)
-        encoded = self._encoded(page, memory, nbytes)
-        if encoded is None:
-            self._staging.give_back([memory])
-        return encoded
-
-    def _encoded(self, page: PageBytes, memory: Memory, nbytes: int) -> Encoded | None:
-        if not nbytes:
-            return None
         room = room_for(nbytes, page.view.nbytes)
-        if room <= self._inline_bytes or slot_bytes(room) >= slot_bytes(page.view.nbytes):
+        if not nbytes or room <= self._inline_bytes or slot_bytes(room) >= slot_bytes(page.view.nbytes):
+            self._staging.give_back([memory])
             return None
         return Encoded(self._codec.number, nbytes, room, xxhash.xxh3_64_intdigest(page.view), memory)
 
     def _yield_processor(self) -> None:
-        """Lower this thread's priority, once. (On Linux, each thread has its own nice value.)"""
+        """Lower the calling thread's priority, once. (On Linux, each thread has its own nice value.)"""
         if not hasattr(self._own, "yields"):
             self._own.yields = True
             with contextlib.suppress(OSError):

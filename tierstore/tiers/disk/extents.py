@@ -1,10 +1,10 @@
 """The extent space: bytes 0 to ``capacity_bytes``, stored in a few preallocated files.
 
-Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. Files are created and grown in
-steps when a write needs them, but never past the capacity. At open, the part beyond the present capacity is
-cut off when no page is there (fitting.py). Each file is opened twice: with O_DIRECT, for aligned memory, and
-through the page cache, for other memory and for disks that read faster that way. The kernel keeps the two
-coherent.
+Byte ``n`` of the space is byte ``n % file_bytes`` of file ``n // file_bytes``. A write that needs more space
+creates files and extends them in steps, but never past the capacity. At open, the files are truncated to the
+capacity, after fitting.py has moved all pages before that point. Each file is opened twice: with O_DIRECT for
+aligned memory, and through the page cache for other memory, and for disks that read faster that way. The
+kernel keeps both views of the file coherent.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.io import FileIO, Landed, QueuedRead
 from tierstore.units import MIB
 
-_GROWTH = 128 * MIB  # bytes that ext4 keeps as one extent
+_GROWTH = 128 * MIB  # step of growth; ext4 can store it as one extent
 VOLUME_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -32,15 +32,15 @@ class _ExtentFile:
 
 
 class ExtentFiles:
-    """The extent files in ``directory``. Thread-safe: different ranges may be read and written at the same
+    """The extent files in ``directory``. Thread-safe. Different ranges may be read and written at the same
     time."""
 
     def __init__(
         self, directory: Path, *, capacity_bytes: int, file_bytes: int, io: FileIO, spare_bytes: int = 0
     ) -> None:
-        """Open the existing files. If the volume is too small for the usual steps, growing leaves
-        ``spare_bytes`` of it free. Data beyond ``capacity_bytes`` may be read until :meth:`cut`. Raise
-        :class:`OSError` if a file cannot be opened."""
+        """Open the existing files. If the volume is too full for the usual step, :meth:`grow` uses a smaller
+        step and leaves ``spare_bytes`` of the volume free. Data beyond ``capacity_bytes`` can be read until
+        :meth:`cut`. Raise :class:`OSError` if a file cannot be opened."""
         self.capacity_bytes = capacity_bytes
         self.file_bytes = file_bytes
         self._spare_bytes = spare_bytes
@@ -59,16 +59,16 @@ class ExtentFiles:
 
     @property
     def direct(self) -> bool:
-        """Whether O_DIRECT works here. Known once there is a file."""
+        """Whether the file system has O_DIRECT. True while there is no file."""
         return all(file.direct_fd is not None for file in self._files)
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes that the files take on disk."""
+        """The sum of the files' sizes."""
         return sum(file.nbytes for file in self._files)
 
     def cut(self) -> None:
-        """Cut off the part beyond the capacity. No page may be there. Raise :class:`OSError` if that
+        """Truncate the files to the capacity. No page may be beyond it. Raise :class:`OSError` if that
         fails."""
         with self._growing:
             while len(self._files) > -(-self.capacity_bytes // self.file_bytes):
@@ -80,8 +80,8 @@ class ExtentFiles:
                 file.nbytes = self._io.size(file.cached_fd)
 
     def grow(self, end: int) -> None:
-        """Allocate blocks on disk for bytes 0 … ``end`` of the space. Raise :class:`OSError`, with an error
-        number of :data:`VOLUME_FULL` if the volume has no room."""
+        """Allocate disk blocks for bytes 0 … ``end`` of the space. Raise :class:`OSError`, with an error
+        number in :data:`VOLUME_FULL` if the volume has no room."""
         assert end <= self.capacity_bytes, (
             f"{end} is beyond the {self.capacity_bytes} bytes of the extent space"
         )
@@ -97,9 +97,9 @@ class ExtentFiles:
     def read(self, offset: int, views: Sequence[memoryview], *, direct: bool) -> int:
         """Fill ``views`` from one file. Return the number of bytes read, which is smaller if the file ends.
 
-        Raise :class:`OSError`, also if a file is missing or longer than the part that could be read: that is
-        a disk failure, and not a page that was cut off. ``direct`` requires addresses, lengths and ``offset``
-        that are multiples of 4096. Without ``direct``, the range is dropped from the page cache afterwards.
+        Raise :class:`OSError` if the disk fails, if the file is missing, or if the disk returns no bytes
+        before the end of the file. ``direct`` requires addresses, lengths and ``offset`` that are multiples
+        of 4096. Without ``direct``, the range is dropped from the page cache afterwards.
         """
         number, start = divmod(offset, self.file_bytes)
         if number >= len(self._files):
@@ -114,8 +114,8 @@ class ExtentFiles:
 
     def read_many(self, places: Sequence[tuple[int, memoryview]], landed: Landed) -> None:
         """Fill each view from its offset, all at once and with O_DIRECT, and call ``landed`` with each
-        outcome. A missing file or O_DIRECT is an outcome, too. Raise :class:`OSError` if the kernel cannot do
-        it this way: reads that have not landed were not done."""
+        outcome. A missing file, or a file without O_DIRECT, has the outcome -ENOENT. Raise :class:`OSError`
+        if the kernel cannot queue reads; reads without a call of ``landed`` were not done."""
         reads = []
         numbers = []
         for number, (offset, view) in enumerate(places):
@@ -139,7 +139,7 @@ class ExtentFiles:
                 start += done
                 views = _after(views, done)
         finally:
-            # After the write: a sync that began before the last byte was written does not cover it.
+            # Mark the file after the write: a sync that began before the end of the write does not cover it.
             with self._dirty_lock:
                 self._dirty.add(number)
 
@@ -168,7 +168,7 @@ class ExtentFiles:
             fd = self._io.open(path, os.O_RDWR)
             try:
                 self._io.truncate(fd, min(most, self.file_bytes))
-                self._io.sync(fd)  # otherwise a power loss could bring back more than the cap allows
+                self._io.sync(fd)  # otherwise the file could be larger than the capacity after a power loss
             finally:
                 self._io.close(fd)
 
@@ -224,8 +224,8 @@ class ExtentFiles:
             try:
                 return _at_least_one(self._io.pwritev(file.direct_fd, views, offset))
             except OSError as error:
-                # Refused as a direct write: a file system that opens files with O_DIRECT but does not support
-                # it, or the unaligned rest of a request that was cut short.
+                # EINVAL: the file system opens files with O_DIRECT but does not support it, or a write
+                # stopped early and its remaining bytes are not aligned. Write through the page cache instead.
                 if error.errno != errno.EINVAL:
                     raise
         return _at_least_one(self._io.pwritev(file.cached_fd, views, offset))

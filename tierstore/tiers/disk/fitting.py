@@ -1,18 +1,19 @@
 """Fit a directory's pages into an extent space of another size, at open.
 
-Another capacity means other slots: there are fewer, and other slab shapes or units change their positions.
-The policy evicts pages until the others fit. Remaining pages that already are in slots of the new space stay.
-The others move to free slots. Then the extents are cut.
+With another capacity, there are other slots: their number and their positions change. The policy evicts pages
+until the remaining pages fit. Pages that are already in slots of the new space stay where they are. All other
+pages move to free slots. Then the extent files are truncated.
 
-**After a crash**, each page is in its old or its new place: its payload is copied to bytes that no record
-names, and its record changes after the sync. The next opening, with any capacity, starts again with what it
-finds. So a page may move only to a place without pages that have yet to move (:class:`_Schedule`).
+**After a crash**, each page is in its old or its new place. A move copies the payload to bytes that no record
+refers to, syncs them, and then changes the record. The next opening, with any capacity, starts again from the
+state of the index. So a page may move only to a place without pages that have yet to move
+(:class:`_Schedule`).
 
 **Rejected alternatives**:
 
-* Drop the pages beyond the new end. Early writes are at the front, so this would drop the newest and most
-  used pages, and with a parent all pages behind it.
-* Give up the old slot shapes lazily. There would be two layouts in one space, for good.
+* Drop the pages beyond the new end. The oldest pages are at the front of the space, so this would drop the
+  newest and most used pages. Without a parent, all pages below it would be lost too.
+* Move pages to new slots only when they are next written. The space would have two layouts indefinitely.
 """
 
 from __future__ import annotations
@@ -44,17 +45,17 @@ from tierstore.units import MIB
 
 _log = logging.getLogger(__name__)
 
-_AT_ONCE = 16 * MIB  # bytes moved with one commit
-_EVICTED_AT_ONCE = 4096
+_AT_ONCE = 16 * MIB  # bytes moved per commit
+_EVICTED_AT_ONCE = 4096  # pages
 
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """The result of opening a directory with another capacity."""
 
-    evicted_pages: int = 0  # evicted by the policy, or larger than the space
+    evicted_pages: int = 0  # pages that the policy evicted, or that are larger than the space
     moved_pages: int = 0
-    lost_pages: int = 0  # not readable or without a place to move to, and the pages behind them
+    lost_pages: int = 0  # pages that could not be read or moved, and all pages below them
 
 
 class _FittingPage(NamedTuple):
@@ -78,11 +79,11 @@ def fit(
     space: SlabAllocator | None,
     policy: Policy,
 ) -> Fitted:
-    """Evict and move pages until all remaining ones are in slots of ``space``, which is empty at first (None:
-    there are no slots). ``facts`` has the facts of all reachable pages, and ``worths`` those of the roots.
-    The extents are not cut yet.
+    """Evict and move pages until all remaining pages are in slots of ``space``, which has no pages yet (None:
+    there are no slots). ``facts`` has the facts of all reachable pages, and ``worths`` the worths of the
+    roots. This does not truncate the extent files.
 
-    Raise :class:`OSError` if the disk fails. Nothing is lost then, and the next opening continues.
+    Raise :class:`OSError` if the disk fails. No page is lost then, and the next opening continues.
     """
     kept = _kept(facts, worths, space, policy)
     evicted = facts["serial"][~kept].tolist()
@@ -91,7 +92,7 @@ def fit(
         return Fitted(evicted_pages=len(evicted))
     pages, overlapping = _in_order(facts[kept])
     index_db.forget(overlapping)
-    schedule = _Schedule(_arrange(space, pages))
+    schedule = _arrange(space, pages)
     if schedule.pages:
         _log.info("disk tier: %d pages are being moved within %s", schedule.pages, index_db.path.parent)
     moved = _Mover(index_db, extents, payloads).move(schedule)
@@ -104,21 +105,23 @@ def fit(
 def _kept(
     facts: npt.NDArray[np.void], worths: Mapping[int, int], space: SlabAllocator | None, policy: Policy
 ) -> npt.NDArray[np.bool_]:
-    """Return which pages stay. The others do not fit into an empty ``space``, or come after such pages."""
+    """Return which pages stay. The other pages are too large for a slot of ``space``, are evicted by the
+    policy, or are below such pages."""
     parents = parent_rows(facts)
     inline = facts["place"] == INLINE
     sizes = np.unique(facts["nbytes"][~inline])
     fitting = [size for size in sizes.tolist() if space is not None and space.shape(size)[1]]
     kept = reachable(parents, inline | np.isin(facts["nbytes"], fitting))
     if space is not None:
-        # Only among pages in the extents: evicting others frees no slot.
+        # Choose only among pages in the extents, because evicting an inline page frees no slot.
         evicted = _evict(PageTable(facts[kept & ~inline], worths), space, policy)
         kept = reachable(parents, kept & ~np.isin(facts["serial"].astype(np.int64), evicted))
     return kept
 
 
 def _evict(page_table: PageTable, space: SlabAllocator, policy: Policy) -> list[int]:
-    """Remove pages from the table until the others would fit into an empty space. Return their serials."""
+    """Remove pages from the table until the remaining pages fit into ``space``, which has no pages. Return
+    the serials of the removed pages."""
     sizes = Counter(slot_bytes(nbytes) for _, nbytes in page_table.places().values())
 
     def leaves(removal: Removal) -> None:
@@ -128,9 +131,8 @@ def _evict(page_table: PageTable, space: SlabAllocator, policy: Policy) -> list[
 
 
 def evict_down_to(most: int, total: int, page_table: PageTable, policy: Policy) -> int:
-    """Remove pages from the table until the index needs at most ``most`` bytes for the others, by the measure
-    of :func:`~tierstore.tiers.disk.space.index_cost`. It needs ``total`` now. Return what it needs
-    afterwards."""
+    """Remove pages from the table until the sum of :func:`~tierstore.tiers.disk.space.index_cost` of the
+    remaining pages is at most ``most``. The sum is ``total`` before. Return the sum afterwards."""
 
     def leaves(removal: Removal) -> None:
         nonlocal total
@@ -144,11 +146,11 @@ def _evict_while(
     page_table: PageTable, policy: Policy, lacking: Callable[[], int], leaves: Callable[[Removal], None]
 ) -> list[int]:
     """Remove pages from the table, the policy's worst first, while ``lacking()`` returns a positive number of
-    missing bytes. Call ``leaves`` with each. Return their serials."""
+    missing bytes. Call ``leaves`` for each removed page. Return the serials of the removed pages."""
     evicted: list[int] = []
-    ends = 0  # times that the end of the order was reached in a row
+    ends = 0  # how often in a row next_to_leave has returned no pages
     while (nbytes := lacking()) > 0 and ends < 2:
-        # In steps: another page's slab may free more usable room.
+        # A quarter at a time, because evicting the last page of a slab frees more than the page's bytes.
         serials = page_table.next_to_leave(policy, _EVICTED_AT_ONCE, nbytes=max(nbytes // 4, 1))
         ends = 0 if serials else ends + 1
         for serial in serials:
@@ -159,8 +161,8 @@ def _evict_while(
 
 
 def _lacking_bytes(sizes: Mapping[int, int], space: SlabAllocator) -> int:
-    """Return the bytes by which ``space`` is too small for these numbers of pages by slot bytes; zero or less
-    if they fit."""
+    """Return by how many bytes ``space`` is too small for these pages; zero or less if they fit. ``sizes``
+    has the number of pages by slot bytes."""
     units = 0
     for size, pages in sizes.items():
         slab_units, slots = space.shape(size)
@@ -169,8 +171,8 @@ def _lacking_bytes(sizes: Mapping[int, int], space: SlabAllocator) -> int:
 
 
 def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_FittingPage], list[int]]:
-    """Return the pages in the extents in order of their places, and the serials of pages that overlap others,
-    which is damage."""
+    """Return the pages in the extents in order of their places, and the serials of damaged pages, which
+    overlap the page before them."""
     pages: list[_FittingPage] = []
     overlapping: list[int] = []
     end = 0
@@ -187,18 +189,10 @@ def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_FittingPage], list[int
 # -- target places -----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrangement:
-    """The pages that have to move, in order of their places, and free slots for all of them by slot bytes."""
-
-    moving: Sequence[_FittingPage]
-    targets: Mapping[int, Sequence[int]]
-    space: SlabAllocator  # with the targets, and the slots of the pages that stay
-
-
-def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangement:
-    """Find slots for pages (in order of their places) that fit into ``space``. Pages that are in a slot stay.
-    If that leaves no room for slabs of the others, the emptier half of the slabs moves too, and so on."""
+def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Schedule:
+    """Find slots in ``space`` for ``pages`` (in order of their places). Pages that are in a slot stay there.
+    If that leaves too little room for slabs of the moving pages, the pages of the emptier half of the slabs
+    move too. This is repeated with half of the remaining slabs until all pages have slots."""
     by_slab: dict[int, list[_FittingPage]] = defaultdict(list)  # first unit of a slab → pages in it
     for page in pages:
         if space.claim(page.place, page.nbytes):
@@ -212,33 +206,39 @@ def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Arrangemen
         staying = {page for inside in fullest[:keeping] for page in inside}
         for page in staying:
             claimed = space.claim(page.place, page.nbytes)
-            assert claimed, f"page {page.serial} was in a slot before"
+            assert claimed, f"page {page.serial} has lost its slot"
         moving = [page for page in pages if page not in staying]
         wanted = Counter(page.size for page in moving)
-        by_need = sorted(wanted, key=lambda size: -space.shape(size)[0])  # large slabs fit no gaps
+        by_need = sorted(
+            wanted, key=lambda size: -space.shape(size)[0]
+        )  # large slabs first: they fit no gaps
         targets = {size: space.allocate_many(size, wanted[size]) for size in by_need}
         if not keeping or all(len(targets[size]) == wanted[size] for size in wanted):
-            return _Arrangement(moving, targets, space)
+            return _Schedule(moving, targets, space)
         keeping //= 2
 
 
 class _Schedule:
-    """Decides which page may move where, and when. A slot is *ready* once no page that has yet to move
-    overlaps it."""
+    """Decides when a page may move, and to which slot. A slot is *ready* when it does not overlap the old
+    place of any page that has yet to move."""
 
-    def __init__(self, arrangement: _Arrangement) -> None:
-        self._space = arrangement.space
+    def __init__(
+        self, moving: Sequence[_FittingPage], targets: Mapping[int, Sequence[int]], space: SlabAllocator
+    ) -> None:
+        """``moving`` are the pages that have to move, in order of their places. ``targets`` are slots for
+        them, by slot bytes. In ``space``, these slots and those of all other pages are allocated."""
+        self._space = space
         self._blocked: dict[_FittingPage, list[int]] = defaultdict(list)  # page → targets that it overlaps
-        self._blockers: dict[int, int] = {}  # target → number of pages in it
-        self._sizes: dict[int, int] = {}  # target → its slot bytes, while it is not ready
-        self._ready: dict[int, deque[int]] = defaultdict(deque)  # by slot bytes
-        self._left: dict[int, deque[_FittingPage]] = defaultdict(deque)
-        self._moving = arrangement.moving
+        self._blockers: dict[int, int] = {}  # target → number of pages that overlap it
+        self._sizes: dict[int, int] = {}  # target that is not ready → its slot bytes
+        self._ready: dict[int, deque[int]] = defaultdict(deque)  # slot bytes → ready targets
+        self._left: dict[int, deque[_FittingPage]] = defaultdict(deque)  # slot bytes → pages yet to move
+        self._moving = moving
         self._starts = [page.place for page in self._moving]
         self._ends = [page.place + page.size for page in self._moving]
-        self._gone: set[_FittingPage] = set()  # moved away from their old places
-        for size, targets in arrangement.targets.items():
-            self._offer(size, targets)
+        self._gone: set[_FittingPage] = set()  # pages that have left their old places
+        for size, slots in targets.items():
+            self._offer(size, slots)
         for page in self._moving:
             in_the_way = page in self._blocked
             left = self._left[page.size]
@@ -250,20 +250,21 @@ class _Schedule:
 
     def batch(self) -> list[tuple[_FittingPage, int]]:
         """Return pages to move now, with their targets. An empty list means that all pages have moved, or
-        that the remaining ones block each other."""
+        that the remaining pages block each other."""
         batch: list[tuple[_FittingPage, int]] = []
         nbytes = 0
         for size, left in self._left.items():
             ready = self._ready[size]
             if left and not ready:
-                self._offer(size, self._space.allocate_many(size, len(left)))  # temporary places, to make way
+                # No target is ready: use other free slots, which unblocks the targets of other pages.
+                self._offer(size, self._space.allocate_many(size, len(left)))
             while left and ready and (not batch or nbytes + size <= _AT_ONCE):
                 batch.append((left.popleft(), ready.popleft()))
                 nbytes += size
         return batch
 
     def drop_one(self) -> _FittingPage | None:
-        """Remove a page that blocks others; None if there is none left."""
+        """Give up a page that blocks other pages, and return it; None if no page is left to move."""
         return next((left.popleft() for left in self._left.values() if left), None)
 
     def has_left(self, page: _FittingPage) -> None:
@@ -291,7 +292,7 @@ class _Schedule:
 
 
 class _Mover:
-    """Copies payloads and changes records."""
+    """Moves pages: copies their payloads and changes their records."""
 
     def __init__(self, index_db: IndexDB, extents: ExtentFiles, payloads: Payloads) -> None:
         self._index_db = index_db
@@ -300,8 +301,8 @@ class _Mover:
         self._memory: Memory | None = None
 
     def move(self, schedule: _Schedule) -> int:
-        """Move all pages. Return how many have moved; the others were removed from the index. Raise
-        :class:`OSError` if the disk fails."""
+        """Move all pages, and return how many were moved. Pages that cannot be read or moved are removed from
+        the index. Raise :class:`OSError` if the disk fails."""
         moved = 0
         while True:
             batch = schedule.batch()
@@ -337,8 +338,8 @@ class _Mover:
     def _read(
         self, batch: Sequence[tuple[_FittingPage, int]]
     ) -> Iterator[tuple[tuple[_FittingPage, int], tuple[PageRecord, memoryview]]]:
-        """Yield the pages that are as they were saved. Raise :class:`OSError` if the disk returned none of
-        them."""
+        """Read the pages, and yield those that match their checksums. Raise :class:`OSError` if the disk
+        fails and no page could be read."""
         total = sum(page.size for page, _ in batch)
         if self._memory is None or self._memory.nbytes < total:
             self._memory = Memory(total, shared=False)
@@ -353,7 +354,7 @@ class _Mover:
                 start += page.size
         read = self._payloads.read(wanted, encoded=True)
         if read.error is not None and not read.good and read.error.errno != errno.ENOENT:
-            raise read.error  # the disk does not answer; a missing file, on the other hand, has no pages
+            raise read.error  # the disk fails; with ENOENT, only the extent file is missing
         for pair, found, outcome in zip(known, wanted, read.outcomes, strict=True):
             if outcome is PageRead.GOOD:
                 yield pair, found

@@ -1,8 +1,10 @@
-"""The notes about forgets in a directory's index: pages that must still be removed, and the log of forgets.
+"""The entries about forgets in a directory's index: pages that must still be removed, and the log of forgets.
 
-A session's pages share the root and the key of their tenant. So a forget notes their serials, durably, before
-it returns. The background removes the pages, and the next opening those that are left after a crash. Serial
-and creation time name a page, because a damaged page that is saved again keeps its serial."""
+Without session keys, the pages of a session have the root and the key of their tenant, so dropping a key
+cannot forget them. So a forget stores the serials of these pages, durably, before it returns. A background
+thread then removes the pages. After a crash, the next opening removes the remaining pages. A page is
+identified by its serial and its creation time, because a damaged page that is saved again keeps its
+serial."""
 
 from __future__ import annotations
 
@@ -27,8 +29,8 @@ _PAGE = struct.Struct("<Qd")  # serial, created_s
 
 
 class ForgetNotes:
-    """The notes of an open directory. Thread-safe. ``changing`` surrounds each change of the index. Methods
-    raise :class:`OSError` if the disk fails."""
+    """Reads and writes these entries of an open directory. Thread-safe. The index is changed only inside of
+    the context manager that ``changing`` returns. Methods raise :class:`OSError` if the disk fails."""
 
     def __init__(
         self, index_db: IndexDB, changing: Callable[[], AbstractContextManager[None]], io: FileIO
@@ -40,16 +42,16 @@ class ForgetNotes:
         self._pages: dict[int, float] = {}  # guarded by _lock
 
     def note(self, pages: Mapping[int, float]) -> None:
-        """Note durably that these pages are about to be removed: the creation time of each, by serial. After
-        a failure, the next call notes them again."""
+        """Store durably that these pages (serial → creation time) must be removed. If that fails, the next
+        call stores them again."""
         with self._lock:
             self._pages.update(pages)
             if self._pages:
                 self._write()
 
     def settle(self, gone: Callable[[Sequence[int]], Sequence[int]]) -> None:
-        """Take pages out of the note whose removal is durable: ``gone`` returns those of the given
-        serials."""
+        """Delete the stored serials of pages whose removal is durable. ``gone`` returns which of the given
+        serials these are."""
         with self._lock:
             noted = sorted(self._pages)
         left = gone(noted)
@@ -64,15 +66,16 @@ class ForgetNotes:
             note_forgotten(self._index_db, self._pages)
 
     def log(self) -> bytes:
-        """Return the value of :meth:`keep_log`; empty if there is none, or it cannot be read."""
+        """Return the log stored by :meth:`keep_log`; empty if there is none, or it cannot be read."""
         return self._kept(_FORGETS)
 
     def shared_keys(self) -> bytes:
-        """Return the value of :meth:`keep_shared_keys`; empty if there is none, or it cannot be read."""
+        """Return the ids stored by :meth:`keep_shared_keys`; empty if there are none, or they cannot be
+        read."""
         return self._kept(_SHARED)
 
     def keep_shared_keys(self, dump: bytes) -> None:
-        """Store the ids of the keys in the shared store, durably."""
+        """Store the ids of this host's keys in the shared store, durably."""
         with self._changing():
             self._index_db.put_extra(_SHARED, dump)
 
@@ -89,29 +92,28 @@ class ForgetNotes:
             self._index_db.put_extra(_FORGETS, dump)
 
     def discard_freed(self) -> None:
-        """See :func:`discard_freed`."""
+        """Run :func:`discard_freed` without a commit at the same time."""
         with self._changing():
             discard_freed(self._index_db, self._io)
 
 
 def forgotten_in(index_db: IndexDB) -> dict[int, float]:
-    """Return the pages that :func:`note_forgotten` has noted. Raise :class:`OSError` if they cannot be
-    read."""
+    """Return the pages stored by :func:`note_forgotten`. Raise :class:`OSError` if they cannot be read."""
     note = index_db.get_extra(_FORGOTTEN)
     whole = len(note) // _PAGE.size * _PAGE.size
     return dict(_PAGE.iter_unpack(note[:whole]))
 
 
 def note_forgotten(index_db: IndexDB, pages: Mapping[int, float]) -> None:
-    """Replace the note by these pages, durably: the creation time of each, by serial. Raise :class:`OSError`
-    if that fails."""
+    """Store the pages that must still be removed (serial → creation time), durably, in place of the stored
+    ones. Raise :class:`OSError` if that fails."""
     index_db.put_extra(_FORGOTTEN, b"".join(itertools.starmap(_PAGE.pack, pages.items())))
 
 
 def discard_freed(index_db: IndexDB, io: FileIO) -> None:
-    """Free the blocks of index pages that hold only what was removed, so that they read as zeros. (LMDB does
-    not erase the unused part of a page that it keeps: a piece of a removed record may stay there.) Raise
-    :class:`OSError` if the disk fails, or the file system cannot do it."""
+    """Return the disk blocks of free LMDB pages to the file system, so that removed records read as zeros.
+    A part of a removed record may stay in the unused part of an LMDB page that is still in use. Raise
+    :class:`OSError` if the disk fails, or the file system cannot free a part of a file."""
     index_db.settle_free_pages()
     try:
         IndexFile(index_db.path).give_back_free_pages(io)

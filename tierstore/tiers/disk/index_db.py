@@ -6,16 +6,16 @@ adjacent::
     meta      format, store identity, geometry, next serial, logical clock
     roots     serial → identity, as JSON                (one for each identity that ever had a page)
     pages     serial → record                           (never changes while the page exists)
-    facts     serial → parent, place, size, use         (all that is read at open: 56 bytes a page)
+    facts     serial → parent, place, size, use         (56 bytes a page; read at open)
     children  parent, four tokens, key, serial → b""    (used by lookups to find a page)
     payload   serial, piece → 4080 bytes                (pages whose place is INLINE)
 
-A page's parent is a page or a root; both take their serials from one counter. A payload is stored in pieces
-that fill one LMDB page each. So the index never needs a run of free pages, and mixed sizes cannot fragment
-it.
+A page's parent is a page or a root. Pages and roots take their serials from one counter. A payload is stored
+in pieces that fill one LMDB page each. So the index never needs several adjacent free LMDB pages, and
+payloads of different sizes cannot fragment it.
 
-A write transaction belongs to the thread that began it. :meth:`IndexDB.apply` begins and ends one; its caller
-must ensure that there is only one at a time. Readers are never blocked.
+An LMDB write transaction belongs to the thread that began it. The caller of :meth:`IndexDB.apply` must ensure
+that there is only one write transaction at a time. Readers are never blocked.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import lmdb
@@ -47,6 +46,7 @@ from tierstore.tiers.disk.records import (
     KEY_NUMBER_BYTES,
     NEXT_SERIAL,
     PIECE_BYTES,
+    SERIAL_BYTES,
     TICK,
     TREES,
     PageRecord,
@@ -76,14 +76,14 @@ if TYPE_CHECKING:
 
 _Entry: TypeAlias = "tuple[bytes, bytes | memoryview]"  # key and value of an entry in a tree
 
-REMOVED_AT_ONCE = 64  # pages per transaction if space is too short for a large one
-_FORGOTTEN_AT_ONCE = 1024  # pages per transaction otherwise
+REMOVED_AT_ONCE = 64  # removed pages per transaction if the map has no room for a larger transaction
+_FORGOTTEN_AT_ONCE = 1024  # removed pages per transaction otherwise
 FREE_PER_PAGE = 500  # page numbers in one page of LMDB's free list
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The contents of one transaction, in this order: removals, roots, additions, uses."""
+    """The changes of one transaction, made in this order: removals, roots, additions, uses."""
 
     added: Sequence[tuple[PageRecord, memoryview | None]] = ()
     removed: Sequence[Removal] = ()
@@ -92,11 +92,11 @@ class Change:
     next_serial: int = 1
     tick: int = 0
     left: dict[int, PageRecord] = field(default_factory=dict)
-    """The records that the transaction has removed, by serial, without damaged ones. It adds them here."""
+    """The removed records, by serial, without damaged records. The transaction fills this dictionary."""
 
 
 class IndexTransaction:
-    """One write transaction of LMDB, which its owner begins and ends. ``trees`` are the open trees in the
+    """One write transaction of LMDB, which the caller begins and ends. ``trees`` are the open trees in the
     order of :data:`~tierstore.tiers.disk.records.TREES`."""
 
     def __init__(self, txn: Any, trees: Sequence[Any]) -> None:
@@ -106,7 +106,7 @@ class IndexTransaction:
     def make(self, change: Change) -> None:
         """Write all of ``change``."""
         for removal in change.removed:
-            # A damaged page that was saved again keeps its serial. Remove only the copy at the given place.
+            # A damaged page that is saved again keeps its serial. Remove only the copy at the given place.
             stored = self._txn.get(page_key(removal.serial), db=self._pages)
             if stored is not None and stored_place(stored) == removal.place:
                 record = decode(removal.serial, stored)
@@ -122,7 +122,7 @@ class IndexTransaction:
         self._txn.put(TICK, change.tick.to_bytes(8, "big"), db=self._meta)
 
     def delete(self, serial: int) -> None:
-        """Delete everything of a page, even if its record is damaged."""
+        """Delete all entries of a page, even if its record is damaged."""
         key = page_key(serial)
         stored = self._txn.get(key, db=self._pages)
         names = stored_names(stored) if stored is not None else None
@@ -162,8 +162,8 @@ class IndexTransaction:
             cursor.putmulti(children)
 
     def _append(self, db: Any, entries: Sequence[_Entry]) -> None:
-        """Put entries that are sorted by key, in one call of LMDB without Python code in between."""
-        # Serials mostly ascend: appending fills tree pages instead of splitting them in halves.
+        """Put entries, which are sorted by key."""
+        # Serials mostly ascend. Appending fills LMDB's leaves; other insertions split them into halves.
         with self._txn.cursor(db) as cursor:
             last = cursor.key() if cursor.last() else b""
             new = bisect.bisect_right(entries, last, key=itemgetter(0))
@@ -179,7 +179,7 @@ class IndexTransaction:
 
 
 def small_steps(removed: Sequence[Removal]) -> Iterator[list[Removal]]:
-    """Yield the same removals, few at a time."""
+    """Yield the removals in small groups."""
     step: list[Removal] = []
     freed = 0
     for removal in removed:
@@ -196,15 +196,14 @@ def _is_root(key: bytes, value: bytes) -> bool:
 
 
 def _is_serial(key: bytes) -> bool:
-    return len(key) == _SERIAL_BYTES and int.from_bytes(key, "big") < _MOST_COUNT
+    return len(key) == SERIAL_BYTES and int.from_bytes(key, "big") < MOST_COUNT
 
 
 FORMAT = 2
-ENCODED_FORMAT = 3  # a codec may have encoded pages: earlier versions would return their payloads as pages
-SEALED_FORMAT = 4  # the pages are encrypted
+ENCODED_FORMAT = 3  # pages may be encoded: earlier versions would return encoded payloads as pages
+SEALED_FORMAT = 4  # pages are encrypted
 _SIMILAR_TRIED = 16
-_SERIAL_BYTES = 8
-_MOST_COUNT = 1 << 62  # greater than any serial or count
+MOST_COUNT = 1 << 62  # greater than any serial or count
 _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the free list
 
 
@@ -212,15 +211,16 @@ _FIXED_PAGES = 8  # two meta pages, the directory of trees, the roots of the fre
 class IndexUsage:
     """The size of the index after a transaction."""
 
-    used_bytes: int  # everything in use
-    tree_bytes: int  # the part that later transactions rewrite; the rest is payload
+    used_bytes: int  # trees and payloads
+    tree_bytes: int  # the trees, which later transactions rewrite in part
 
 
 @dataclass(frozen=True, slots=True)
 class Misfiled:
-    """Damaged keys of a tree, and keys that a damaged key hides. ``suspects`` are out of order; if two keys
-    are out of order and either could be right, both are. ``astray`` are the keys that a search does not find.
-    """
+    """Keys of a tree that are damaged, or that a search does not find because another key is damaged.
+
+    ``suspects`` are the keys that are out of order. If only one of two keys can be right and it is unknown
+    which, both are suspects. ``astray`` are the keys that a search does not find."""
 
     suspects: Set[bytes]
     astray: Set[bytes]
@@ -230,21 +230,21 @@ class Misfiled:
 
 
 class IndexDB:
-    """An open index. Every failure while it is in use raises :class:`OSError`."""
+    """An open index. All methods raise :class:`OSError` if LMDB or the disk fails."""
 
     def __init__(self, path: Path, *, map_bytes: int, read_only: bool = False) -> None:
-        """Open or create the index. Its file never grows beyond ``map_bytes``, unless it already has.
+        """Open or create the index. Its file never grows beyond ``map_bytes`` or its size at open.
 
-        ``read_only`` changes no file, not even LMDB's lock; the caller must have locked the directory.
-        ``map_bytes=0`` uses the size with which the index was last opened. LMDB trusts its file: see
-        index_file.py.
+        With ``read_only``, no file changes, not even LMDB's lock file; the caller must have locked the
+        directory. ``map_bytes=0`` uses the size with which the index was last opened. LMDB does not check its
+        file: see index_file.py.
 
         Raise :class:`DamagedIndexError` if the index cannot be read.
         """
         self.path = path
         try:
             self._env = lmdb.open(
-                os.fsencode(path),  # as lmdb does, strictly; a path need not be text in this locale
+                os.fsencode(path),  # lmdb's own encoding fails for paths that are not text in the locale
                 subdir=False,
                 map_size=map_bytes,
                 max_dbs=len(TREES),
@@ -260,8 +260,8 @@ class IndexDB:
         self._meta, self._roots, self._pages, self._facts, self._children, self._payload = self._trees = trees
         self.map_bytes = map_bytes or int(self._env.info()["map_size"])
         self.sealing: Sealing | None = None
-        """Opens the records that searches find, if the directory is encrypted. All other methods take and
-        return the stored form."""
+        """Decrypts the records that :meth:`find` and :meth:`find_similar` return, if the directory is
+        encrypted. All other methods accept and return records in the stored (encrypted) form."""
 
     def close(self) -> None:
         self._env.close()
@@ -269,9 +269,7 @@ class IndexDB:
     def __enter__(self) -> IndexDB:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- metadata ------------------------------------------------------------------------------------
@@ -289,7 +287,7 @@ class IndexDB:
                 txn.put(name, value)
 
     def get_extra(self, name: bytes) -> bytes:
-        """Return bytes stored by :meth:`put_extra`; empty if there are none."""
+        """Return the bytes stored by :meth:`put_extra`; empty if none were stored."""
         with _os_errors(), self._env.begin(db=self._meta) as txn, txn.cursor() as cursor:
             pieces = []
             found = cursor.set_range(name)
@@ -299,8 +297,8 @@ class IndexDB:
             return b"".join(pieces)
 
     def put_extra(self, name: bytes, data: bytes) -> None:
-        """Store bytes that are not needed to open the index, durably, in place of earlier ones. Raise
-        :class:`OSError`, with ENOSPC if the map is full; then the earlier ones stay."""
+        """Replace the bytes stored under ``name``, durably. The opening does not need them. Raise
+        :class:`OSError`, with ENOSPC if the map is full; then the earlier bytes stay."""
         with _os_errors(), self._env.begin(write=True, db=self._meta) as txn:
             with txn.cursor() as cursor:
                 found = cursor.set_range(name)
@@ -311,12 +309,12 @@ class IndexDB:
 
     @property
     def next_serial(self) -> int:
-        """The lowest serial that nothing durable ever had."""
+        """The lowest serial that no durable page or root ever had."""
         return self._number(NEXT_SERIAL, default=1)
 
     @property
     def last_serial(self) -> int:
-        """The highest serial of any intact page or root; 0 without any."""
+        """The highest serial of any intact page or root; 0 if there is none."""
         last = 0
         with _os_errors(), self._env.begin() as txn:
             for db, is_whole in ((self._pages, described), (self._roots, _is_root)):
@@ -338,7 +336,7 @@ class IndexDB:
 
     @property
     def usage(self) -> IndexUsage:
-        """The present use of the map."""
+        """The current size of the index."""
         with _os_errors(), self._env.begin() as txn:
             stats = [txn.stat(db) for db in self._trees]
         tree = sum(stat["branch_pages"] + stat["leaf_pages"] for stat in stats)
@@ -353,7 +351,7 @@ class IndexDB:
             return int(txn.stat(self._pages)["entries"])
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
-        """Yield every (serial, record) in order of serials. The record is None if it is damaged."""
+        """Yield (serial, record) of every page in order of serials. The record is None if it is damaged."""
         with ExitStack() as stack:
             stack.enter_context(_os_errors())
             txn = stack.enter_context(self._env.begin(db=self._pages))
@@ -381,23 +379,23 @@ class IndexDB:
 
     def facts(self) -> npt.NDArray[np.void]:
         """Return the facts of every page in order of serials (``FACTS_DTYPE``). Parent, place and size are
-        those of the page's record, which has a checksum. A page with a damaged record names itself as its
-        parent. One pass over both trees: 3 s for a million pages."""
+        taken from the page's record, which has a checksum. A page with a damaged record gets its own serial
+        as its parent. Takes one pass over both trees: 3 s for a million pages."""
         rows, records = bytearray(), bytearray()
         with _os_errors(), self._env.begin() as txn:
             with txn.cursor(self._facts) as cursor:
                 for key, value in cursor:
-                    if len(key) == _SERIAL_BYTES and len(value) == FACTS_BYTES:
+                    if len(key) == SERIAL_BYTES and len(value) == FACTS_BYTES:
                         rows += key
                         rows += value
             with txn.cursor(self._pages) as cursor:
                 for key, value in cursor:
                     records += described(key, value) or b""
-        return _confirmed(_by_serial(decode_facts(rows)), _by_serial(decode_facts(records)), self.tick)
+        return _confirmed(by_serial(decode_facts(rows)), by_serial(decode_facts(records)), self.tick)
 
     def key_numbers(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Return the serial of each page, and the number of its key, if the directory is encrypted. One pass
-        over the records."""
+        """Return the serials of all pages, and the numbers of their encryption keys. The directory must be
+        encrypted. Takes one pass over the records."""
         serials, numbers = bytearray(), bytearray()
         with _os_errors(), self._env.begin(db=self._pages) as txn, txn.cursor() as cursor:
             for key, value in cursor:
@@ -408,12 +406,12 @@ class IndexDB:
         return np.frombuffer(serials, ">i8").astype(np.int64), np.frombuffer(numbers, "<i8").astype(np.int64)
 
     def roots(self) -> dict[int, bytes]:
-        """Return serial → identity, for every identity that ever had a page here."""
+        """Return the roots as serial → encoded identity: one for every identity that ever had a page here."""
         with _os_errors(), self._env.begin(db=self._roots) as txn, txn.cursor() as cursor:
             return {int.from_bytes(key, "big"): value for key, value in cursor if _is_serial(key)}
 
     def entries(self, tree: bytes) -> Iterator[tuple[bytes, memoryview]]:
-        """Yield every (key, value) of a tree, unchecked. A value is valid until the next one is requested."""
+        """Yield every (key, value) of a tree, unchecked. A value is valid until the next one is yielded."""
         with ExitStack() as stack:
             stack.enter_context(_os_errors())
             txn = stack.enter_context(self._env.begin(db=self._trees[TREES.index(tree)], buffers=True))
@@ -422,8 +420,8 @@ class IndexDB:
                 yield bytes(key), value
 
     def links(self, start: bytes, count: int) -> tuple[list[bytes], bytes | None]:
-        """Return up to ``count`` keys of the tree ``children`` from ``start`` on, and the start of the next
-        call; None at the end. Entries added behind ``start`` between two calls are found."""
+        """Return up to ``count`` keys of the tree ``children`` from ``start`` on, and ``start`` for the next
+        call (None at the end). A call also finds entries that were added after the previous call."""
         with _os_errors(), self._env.begin(db=self._children) as txn, txn.cursor() as cursor:
             if not cursor.set_range(start):
                 return [], None
@@ -431,7 +429,7 @@ class IndexDB:
         return found, found[-1] + b"\0" if len(found) == count else None
 
     def misfiled(self, tree: bytes) -> Misfiled:
-        """Return the damaged keys of a tree. One pass over the tree, and a search for each of its keys."""
+        """Return the damaged keys of a tree. Takes one pass over the tree, and a search for each key."""
         db = self._trees[TREES.index(tree)]
         keys: list[bytes] = []
         astray: set[bytes] = set()
@@ -443,8 +441,8 @@ class IndexDB:
         return Misfiled(_out_of_order(keys), astray)
 
     def refile(self, tree: bytes, misfiled: Misfiled, is_whole: Callable[[bytes, bytes], bool]) -> None:
-        """Reorder a tree, durably. Suspects stay if they are whole by their values. Entries that a search
-        does not find are moved. Reads every entry of the tree."""
+        """Put a tree in order, durably. Delete suspects, except those for which ``is_whole`` returns True for
+        key and value. Insert entries again that a search does not find. Reads every entry of the tree."""
         db = self._trees[TREES.index(tree)]
         wrong = misfiled.suspects
         again: list[_Entry] = []
@@ -464,8 +462,8 @@ class IndexDB:
                 txn.put(name, data, db=db)
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
-        """Follow (key, tokens) pairs down from ``parent``. Return the records of pages with exactly these
-        tokens under this identity, as far as there are any."""
+        """Follow (key, tokens) pairs down from ``parent``. Return the records of the pages with exactly these
+        tokens under this identity, up to the first pair without a page."""
         found: list[PageRecord] = []
         with (
             _os_errors(),
@@ -481,7 +479,7 @@ class IndexDB:
                 while record is None and more and cursor.key().startswith(prefix):
                     record = self._child(txn, cursor.key(), parent, identity)
                     if record is not None and record.tokens != tokens:
-                        record = None  # a collision: the same key with other tokens
+                        record = None  # a collision of keys: another page with other tokens
                     more = cursor.next()
                 if record is None:
                     break
@@ -490,8 +488,8 @@ class IndexDB:
         return found
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
-        """Return some children of ``parent`` that begin with the same four tokens as ``tokens``, or that have
-        fewer tokens and begin with these."""
+        """Return some children of ``parent`` that begin with the same four tokens as ``tokens``, or that
+        have fewer than four tokens, all equal to the first of ``tokens``."""
         found: list[PageRecord] = []
         links = [self._link(parent, identity, beginning) for beginning in beginnings(tokens)]
         with (
@@ -517,8 +515,8 @@ class IndexDB:
         return record if self.sealing is None else self.sealing.opened(record)
 
     def _link(self, parent: int, identity: bytes, tokens: bytes, key: bytes = b"") -> bytes | None:
-        """Return the beginning of the links that lead to pages below ``parent``; None if there can be
-        none."""
+        """Return the prefix of the keys in the tree ``children`` that lead to pages right below ``parent``
+        with these tokens and this key; None if no such page can exist."""
         if self.sealing is None:
             return child_prefix(parent, tokens) + key
         beginning = self.sealing.beginning(identity, parent, tokens)
@@ -553,11 +551,8 @@ class IndexDB:
         return found
 
     def apply(self, change: Change) -> None:
-        """Do all of ``change``, durably, or none of its additions.
-
-        Raise :class:`OSError` if that fails, with ENOSPC if the map is full. Removals may then have been done
-        already.
-        """
+        """Make all of ``change`` durable. Raise :class:`OSError` if that fails, with ENOSPC if the map is
+        full; then no page was added, but some removals may have been made."""
         with _os_errors():
             try:
                 self._apply(change)
@@ -574,7 +569,7 @@ class IndexDB:
                     self._delete(some)
                 except lmdb.MapFullError:
                     for at in range(0, len(some), REMOVED_AT_ONCE):
-                        self._let_turns_pass()
+                        self._commit_twice()
                         self._delete(some[at : at + REMOVED_AT_ONCE])
 
     def _delete(self, serials: Sequence[int]) -> None:
@@ -583,22 +578,21 @@ class IndexDB:
                 IndexTransaction(txn, self._trees).delete(serial)
 
     def forget_roots(self, serials: Sequence[int]) -> None:
-        """Delete these roots durably. No lookup reaches the pages below them any more, and the next opening
-        deletes those that are left."""
+        """Delete these roots durably. No lookup reaches the pages below them any more. The next opening
+        deletes the pages that are still there."""
         with _os_errors(), self._env.begin(write=True, db=self._roots) as txn:
             for serial in serials:
                 txn.delete(page_key(serial))
 
     def settle_free_pages(self) -> None:
-        """Commit until nothing that LMDB may return to after a crash refers to the pages freed so far."""
+        """Make the LMDB pages that were freed so far reusable: after this, no state to which LMDB may return
+        after a crash refers to them."""
         with _os_errors():
-            self._let_turns_pass()
+            self._commit_twice()
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
-        """Give pages new places in the extents, durably: each new record, and the place that it had.
-
-        Raise :class:`OSError` if that fails; then nothing has changed.
-        """
+        """Replace the records of pages that have new places in the extents, durably. Each new record comes
+        with the page's old place. Raise :class:`OSError` if that fails; then nothing has changed."""
         with _os_errors(), self._env.begin(write=True) as txn:
             for record, before in moved:
                 key = page_key(record.serial)
@@ -610,7 +604,7 @@ class IndexDB:
                 txn.put(key, with_place(facts, record.place), db=self._facts)
 
     def mend(self, edits: Sequence[tuple[bytes, bytes, bytes | None]]) -> None:
-        """Put each (tree, key, value), or delete the key if the value is None; durably."""
+        """Put each (tree, key, value), or delete the key if the value is None. The changes are durable."""
         with _os_errors():
             for start in range(0, len(edits), REMOVED_AT_ONCE):
                 with self._env.begin(write=True) as txn:
@@ -626,19 +620,19 @@ class IndexDB:
             IndexTransaction(txn, self._trees).make(change)
 
     def _make_room(self, change: Change) -> None:
-        # LMDB reuses pages freed by a transaction only in the second transaction after it, because the
-        # previous state must stay readable until then. So remove in small steps, and run two more
-        # transactions.
+        # LMDB reuses the pages that a transaction has freed only in the second transaction after it, because
+        # the previous state must stay readable until then. So make the removals in small steps, and then run
+        # two more transactions.
         for removed in small_steps(change.removed):
             try:
                 self._apply(replace(change, added=(), removed=removed, used={}, roots={}))
-            except lmdb.MapFullError:  # pages just freed cannot be used yet
+            except lmdb.MapFullError:  # the pages that were just freed cannot be used yet
                 for removal in removed:
-                    self._let_turns_pass()
+                    self._commit_twice()
                     self._apply(replace(change, added=(), removed=[removal], used={}, roots={}))
-        self._let_turns_pass()
+        self._commit_twice()
 
-    def _let_turns_pass(self) -> None:
+    def _commit_twice(self) -> None:
         for _ in range(2):
             with self._env.begin(write=True, db=self._meta) as txn:
                 txn.put(b"turn", (txn.id() % 256).to_bytes(1, "big"))
@@ -673,8 +667,8 @@ def _ascending(ranks: Sequence[int]) -> list[int]:
     return lengths
 
 
-def _by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    """Return the facts in order of serials, each serial once. A damaged key is out of order."""
+def by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
+    """Return the facts in order of serials, each serial once. Damaged keys may be out of order."""
     serials = facts["serial"]
     if bool((serials[1:] > serials[:-1]).all()):
         return facts
@@ -682,15 +676,15 @@ def _by_serial(facts: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
 
 
 def _confirmed(facts: npt.NDArray[np.void], records: npt.NDArray[np.void], tick: int) -> npt.NDArray[np.void]:
-    """Return facts with the values of the records, and without uses that are impossible at the clock value
-    ``tick``."""
+    """Return ``facts`` with parent, place and size taken from ``records``. Impossible uses, such as a tick
+    after the clock's value ``tick``, are set to 0."""
     facts = facts.copy()
     known = np.isin(facts["serial"], records["serial"])
     said = records[np.isin(records["serial"], facts["serial"])]
     for name in ("parent", "place", "nbytes"):
         facts[name][known] = said[name]
     facts["parent"][~known] = facts["serial"][~known]
-    usable = (facts["tick"] <= tick) & (facts["hits"] < _MOST_COUNT) & np.isfinite(facts["used_s"])
+    usable = (facts["tick"] <= tick) & (facts["hits"] < MOST_COUNT) & np.isfinite(facts["used_s"])
     for name in ("tick", "used_s", "hits"):
         facts[name][~usable] = 0
     return facts
@@ -701,9 +695,7 @@ class _os_errors:
 
     def __enter__(self) -> None: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, lmdb.MapFullError):
             raise OSError(errno.ENOSPC, "the index is full") from error
         if isinstance(error, lmdb.DiskError):

@@ -1,20 +1,21 @@
-"""Reads an index file without LMDB, to tell whether it is safe to open.
+"""Check an index file without LMDB, to find out whether LMDB can open it safely.
 
-LMDB maps its file and trusts it. Two swapped pages end the process through an assertion in C. A free list
-that names a page in use makes a later transaction overwrite that page. So :meth:`IndexFile.check` reads every
-page that LMDB would follow, before LMDB opens the file. Each page must have the number and kind that its
-parent expects, and its entries must tile it. All leaves of a tree have the same depth, and together hold as
-many entries as the tree says. No page has two owners, or is both free and in use. The check ignores the
-contents of entries: records have checksums.
+LMDB maps its file and does not check it. Two swapped pages end the process through an assertion in C. A free
+list that names a page in use makes a later transaction overwrite that page. So :meth:`IndexFile.check` reads
+every page that LMDB would follow, before LMDB opens the file. Each page must have the number and kind that
+its parent expects, and its entries must fill it without gaps or overlaps. All leaves of a tree must have the
+same depth, and together as many entries as the head of the tree says. No page may have two owners, or be both
+free and in use. The check ignores the contents of entries, because records have checksums.
 
-It reads with ``pread``, so that a failing disk raises an error instead of a signal. It processes the leaves
-in file order, a thousand at a time, with numpy: 0.2 s of processor time for a million records (0.54 GB), plus
-the time of the disk. Overflow pages, often most of the file, hold only payload. A damaged one harms no
-reader, only the transaction that removes it. So :meth:`IndexFile.check_payloads` reads these beside the first
-lookups, and the store removes nothing before it has succeeded.
+The check reads with ``pread``, so that a failing disk raises an error instead of a signal. It processes the
+leaves in file order, a thousand at a time, with numpy: 0.2 s of processor time for a million records
+(0.54 GB), plus the time of the disk. Overflow pages, often most of the file, hold only payload. A damaged
+overflow page harms no reader, only the transaction that removes it. So :meth:`IndexFile.check_payloads` reads
+the overflow pages while the first lookups already run, and the store removes no page before that check has
+succeeded.
 
-The layout is that of LMDB 0.9 on 64-bit machines (``mdb.c``). Damage that occurs while the index is open is
-not found here: LMDB may still end the process when it reads such a page for the first time.
+The layout of the file is that of LMDB 0.9 on 64-bit machines (``mdb.c``). The check does not find damage that
+occurs while the index is open: LMDB may still end the process when it reads such a page for the first time.
 """
 
 from __future__ import annotations
@@ -39,21 +40,19 @@ from tierstore.tiers.disk.records import FORMAT_KEY, META, TREES
 _PAGE_SIZES = (4096, 8192, 16384, 32768)  # LMDB uses the kernel's page size, up to the last of these
 _PAGE_SIZE_AT = 40  # offset in the first page
 _BATCH_PAGES = 1024
-_HEAD_BYTES = (
-    16  # the head of a page: number (8), padding, flags, end of the node pointers, start of the nodes
-)
-_NODE_BYTES = 8  # head of a node: length of the data (4) or the child's number, flags, length of the key
+_HEAD_BYTES = 16  # a page's head: number (8 bytes), padding, flags, end of node pointers, start of nodes
+_NODE_BYTES = 8  # a node's head: length of the data (4 bytes) or the child's number, flags, length of the key
 _LMDB = (0, 9)
 _MAGIC, _VERSION = 0xBEEFC0DE, 1
 _MAGIC_AT = 16  # offset in the first page
-_OTHER_VERSIONS = (2, 999)  # data versions of LMDB 1.0 and of its development
+_OTHER_VERSIONS = (2, 999)  # data versions of LMDB 1.0 and of its development versions
 _META = struct.Struct("<16x II QQ 48s 48s QQ")  # magic, version, address, map size, two trees, last page, txn
 _TREE = struct.Struct("<I HH QQQ QQ")  # page size, flags, depth, branches, leaves, overflow, entries, root
 _NO_ROOT = (1 << 64) - 1
 _BRANCH, _LEAF, _OVERFLOW, _META_PAGE = 0x01, 0x02, 0x04, 0x08
-# flags of nodes: the data is in overflow pages; the data is the head of a tree
+# flags of a node: its data is in overflow pages; its data is the head of a tree
 _ELSEWHERE, _IS_TREE = 0x01, 0x02
-# flags of the tree of free pages: integer keys; and the mode in which the file was opened
+# flags of the tree of free pages: it has integer keys; the file was opened with subdir=False
 _FREE_FLAGS, _NO_SUBDIR = 0x08, 0x4000
 _MOST_DEPTH = 30
 _MOST_KEY_BYTES = 511
@@ -75,10 +74,10 @@ class DamagedIndexError(StoreUnavailableError):
 
 
 def stored_format(path: Path) -> int | None:
-    """Return the format of the index at ``path``; None if there is none yet.
+    """Return the format of the index at ``path``; None if the file is missing or has no entries yet.
 
-    Raise :class:`~tierstore.errors.StoreUnavailableError` if the file is no index or is damaged, or if
-    another version of LMDB prevents reading it.
+    Raise :class:`~tierstore.errors.StoreUnavailableError` if the file is no index or is damaged, or if the
+    library or the file is of another version of LMDB.
     """
     _require_lmdb(path)
     if not path.exists() or path.stat().st_size == 0:
@@ -90,11 +89,8 @@ def stored_format(path: Path) -> int | None:
 
 
 def check_index(path: Path) -> IndexFile:
-    """Check everything in the index at ``path`` that LMDB follows, except the payloads, which
-    :meth:`IndexFile.check_payloads` checks.
-
-    Raise :class:`DamagedIndexError`, and :class:`OSError` for a file that cannot be read.
-    """
+    """Run :meth:`IndexFile.check` on the index at ``path``, and return the file, for
+    :meth:`IndexFile.check_payloads`."""
     index = IndexFile(path)
     index.check()
     return index
@@ -142,21 +138,21 @@ class _Tree(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Nodes:
-    """The nodes of some pages, one behind the other."""
+    """The nodes of several pages, one array element per node."""
 
-    data: npt.NDArray[np.uint8]  # the pages, side by side
+    data: npt.NDArray[np.uint8]  # the bytes of all these pages
     page: _Numbers  # each node's page, as an index into the requested pages
-    start: _Numbers  # where a node begins in ``data``
+    start: _Numbers  # where the node begins in ``data``
     key_bytes: _Numbers
     flags: _Numbers
-    low: _Numbers  # bytes of data, or the low part of a child's number
+    low: _Numbers  # length of the node's data or, in a branch, the low 32 bits of the child's page number
 
     def key(self, node: int) -> bytes:
         start = int(self.start[node]) + _NODE_BYTES
         return self.data[start : start + int(self.key_bytes[node])].tobytes()
 
     def value(self, node: int) -> bytes:
-        """Return the data of a node that holds it itself."""
+        """Return the data of a node whose data is not in overflow pages."""
         start = int(self.start[node] + _NODE_BYTES + self.key_bytes[node])
         return self.data[start : start + int(self.low[node])].tobytes()
 
@@ -174,24 +170,23 @@ class IndexFile:
         self._fd = -1
         self._page_bytes = 0
         self._file_pages = 0
-        self._last = 1  # last page that may be in use
+        self._last = 1  # number of the last page that may be in use
         self._transaction = 0
         self._used: npt.NDArray[np.bool_] = np.zeros(0, np.bool_)
         self._free = np.zeros(0, np.int64)  # free pages, in order
-        self._payloads: list[tuple[_Numbers, _Numbers]] = []  # overflow pages of the trees: first, count
+        self._payloads: list[tuple[_Numbers, _Numbers]] = []  # overflow pages of the trees: (first, count)
 
     def get_format(self) -> bytes | None:
-        """Return the format in the tree ``meta``; None for an index that nothing was written to yet.
-
-        Raise :class:`DamagedIndexError` and :class:`OSError`.
-        """
+        """Return the format in the tree ``meta``; None for an index without entries. Raise
+        :class:`DamagedIndexError`, and :class:`OSError` for a file that cannot be read."""
         with self._open():
             trees = self._trees(self._meta()[1])
             if not any(tree.entries for tree in trees.values()):
                 return None
             tree = trees.get(META)
             if tree is not None and tree.root != _NO_ROOT:
-                nodes = next(self._nodes(_as_numbers(tree.root), _LEAF))  # there are four keys
+                # ``meta`` has few keys, so its root is its only leaf.
+                nodes = next(self._nodes(_as_numbers(tree.root), _LEAF))
                 for node in range(len(nodes.start)):
                     if nodes.key(node) == FORMAT_KEY:
                         return nodes.value(node)
@@ -204,7 +199,8 @@ class IndexFile:
             self._check()
 
     def check_payloads(self) -> None:
-        """Check the overflow pages of all trees, which :meth:`check` skips. Raises the same errors."""
+        """Check the overflow pages of all trees, which :meth:`check` skips. Raise :class:`DamagedIndexError`,
+        and :class:`OSError` for a file that cannot be read."""
         firsts = np.concatenate([np.zeros(0, np.int64), *(first for first, _ in self._payloads)])
         counts = np.concatenate([np.zeros(0, np.int64), *(count for _, count in self._payloads)])
         self._payloads.clear()
@@ -213,11 +209,13 @@ class IndexFile:
             self._check_overflow(firsts[order], counts[order])
 
     def give_back_free_pages(self, io: FileIO) -> None:
-        """Free the blocks of the pages that LMDB lists as free. LMDB writes such a page before it reads it.
+        """Return the disk blocks of free LMDB pages to the file system. LMDB writes such a page before it
+        reads it.
 
-        No other code may write to the index meanwhile. Nothing that LMDB may return to after a crash may
-        refer to these pages: commit once more after the transaction that freed them. Raise
-        :class:`DamagedIndexError`, and :class:`OSError`, also if the file system cannot do it.
+        No other code may write to the index meanwhile. After a crash, LMDB may return to the state before the
+        last commit: so commit once more after the transaction that freed the pages. Raise
+        :class:`DamagedIndexError`, and :class:`OSError` if the disk fails or the file system cannot free a
+        part of a file.
         """
         with self._open():
             self._check()
@@ -260,8 +258,8 @@ class IndexFile:
         self._check_free(free)
 
     def _meta(self) -> tuple[_Tree, _Tree, int]:
-        """Return the tree of free pages, the tree of trees, and the last page in use, chosen as LMDB
-        would."""
+        """Return the tree of free pages, the tree of trees, and the number of the last page in use. They are
+        from the newer one of the two meta pages, as in LMDB."""
         pages = self._read(np.array([0, 1])).tobytes() if self._file_pages >= 2 else b""
         if not pages:
             raise _Damage("truncated")
@@ -279,7 +277,7 @@ class IndexFile:
         return _Tree.decode(free), _Tree.decode(main), last
 
     def _trees(self, main: _Tree) -> dict[bytes, _Tree]:
-        """Return the named trees. There are few, so their directory is a single leaf."""
+        """Return the named trees. They are few, so the tree of trees has a single leaf."""
         if main.depth == 0 and main.root == _NO_ROOT:
             return {}
         if main.depth != 1:
@@ -290,7 +288,7 @@ class IndexFile:
         return {nodes.key(node): _Tree.decode(nodes.value(node)) for node in range(len(nodes.start))}
 
     def _walk(self, name: bytes, tree: _Tree) -> _Numbers:
-        """Follow the branches of a tree. Return its leaves."""
+        """Follow the branches of a tree, and return the numbers of its leaves."""
         if tree.depth == 0 and tree.root == _NO_ROOT and not tree.entries:
             return np.zeros(0, np.int64)
         if not 0 < tree.depth <= _MOST_DEPTH:
@@ -310,7 +308,7 @@ class IndexFile:
         return self._take(level)
 
     def _check_leaves(self, trees: dict[bytes, _Tree], leaves: list[_Numbers]) -> None:
-        """Check the leaves of all trees, in file order."""
+        """Check the leaves of all trees in the order of the file."""
         numbers = np.concatenate(leaves)
         owner = np.repeat(np.arange(len(leaves)), [len(each) for each in leaves])
         order = np.argsort(numbers)
@@ -331,7 +329,7 @@ class IndexFile:
                 raise _Damage(f"its tree {name.decode()!r} has {found} entries, not {tree.entries}")
 
     def _overflow(self, nodes: _Nodes, chosen: npt.NDArray[np.intp]) -> tuple[_Numbers, _Numbers]:
-        """Return the overflow pages (first, count) of the chosen nodes."""
+        """Return the numbers of the first overflow page of each chosen node, and how many it has."""
         first = nodes.numbers(chosen)
         count = (nodes.low[chosen] + _HEAD_BYTES + self._page_bytes - 1) // self._page_bytes
         self._take(first[count == 1])
@@ -352,18 +350,18 @@ class IndexFile:
         if free.entries:
             self._check_free_keys(free.root, free.depth, 1, self._transaction + 1)
         numbers = np.concatenate(lists)
-        # LMDB never writes pages that were taken and freed in one transaction, so they may be behind the end
-        # of the file.
+        # LMDB does not write a page that one transaction has taken and freed. So such a page may be behind
+        # the end of the file.
         behind = np.sort(numbers[numbers >= self._file_pages])
         if len(behind) and (behind[-1] > self._last or bool((np.diff(behind) == 0).any())):
             raise _Damage("its list of free pages is invalid")
         self._free = self._take(numbers[numbers < self._file_pages])
 
     def _check_free_keys(self, root: int, depth: int, least: int, end: int) -> None:
-        """Check that the keys below ``root`` ascend, from ``least`` up to below ``end``.
+        """Check that the keys below ``root`` ascend, from ``least`` to less than ``end``.
 
-        A key is the transaction that freed the pages. LMDB takes the lists in the order of the tree, removes
-        them in the order of the keys, and ends the process if the two differ.
+        A key is the number of the transaction that freed the pages in the list. LMDB reads the lists in the
+        order of the tree, removes them in the order of the keys, and ends the process if these orders differ.
         """
         nodes = next(self._nodes(_as_numbers(root), _BRANCH if depth > 1 else _LEAF))
         keys = [int.from_bytes(nodes.key(node), "little") for node in range(len(nodes.start))]
@@ -388,14 +386,14 @@ class IndexFile:
         if nodes.key_bytes[node] != 8 or not len(numbers) or not 0 <= numbers[0] < len(numbers):
             raise _Damage("its list of free pages is invalid")
         numbers = numbers[1 : 1 + int(numbers[0])]
-        if bool((np.diff(numbers) >= 0).any()):  # LMDB merges such lists, so they must descend
+        if bool((np.diff(numbers) >= 0).any()):  # LMDB merges these lists, and expects descending numbers
             raise _Damage("its list of free pages is out of order")
         return numbers
 
     # -- pages ---------------------------------------------------------------------------------------
 
     def _take(self, numbers: _Numbers) -> _Numbers:
-        """Mark these pages as owned. Return them in order."""
+        """Mark these pages as used. Return their numbers in ascending order."""
         numbers = np.sort(numbers)
         if not len(numbers):
             return numbers
@@ -409,7 +407,7 @@ class IndexFile:
         return numbers
 
     def _nodes(self, numbers: _Numbers, kind: int) -> Iterator[_Nodes]:
-        """Yield the nodes of these pages, a batch of pages at a time. Each page is checked."""
+        """Check these pages and yield their nodes, for one batch of pages at a time."""
         for start in range(0, len(numbers), _BATCH_PAGES):
             batch = numbers[start : start + _BATCH_PAGES]
             yield _nodes_of(batch, self._read(batch), kind)
@@ -424,7 +422,7 @@ class IndexFile:
             _require(right, batch)
 
     def _read(self, numbers: _Numbers) -> npt.NDArray[np.uint8]:
-        """Read these pages, with one call for each run of neighbours."""
+        """Read these pages, with one call for each run of adjacent pages."""
         if int(numbers.max()) >= self._file_pages or int(numbers.min()) < 0:
             raise _Damage("truncated")
         pages = np.empty((len(numbers), self._page_bytes), np.uint8)
@@ -438,8 +436,8 @@ class IndexFile:
 
 
 def _nodes_of(numbers: _Numbers, pages: npt.NDArray[np.uint8], kind: int) -> _Nodes:
-    """Return the nodes of pages, after checking that they have these numbers and this kind and are tiled by
-    nodes."""
+    """Check that pages have these numbers and this kind, and that their nodes fill them without gaps or
+    overlaps. Return the nodes."""
     page_bytes = pages.shape[1]
     halves = pages.view("<u2")
     lower, upper = (halves[:, column].astype(np.int64) for column in (6, 7))
@@ -466,8 +464,8 @@ def _nodes_of(numbers: _Numbers, pages: npt.NDArray[np.uint8], kind: int) -> _No
     sizes += sizes % 2
     _require((key_bytes <= _MOST_KEY_BYTES) & (pointer + sizes <= page_bytes), numbers[page])
     _require(np.add.reduceat(sizes, ends - counts) == page_bytes - upper, numbers)
-    # No two pointers may lead to one node, and each node must end where another node or the page ends. LMDB
-    # deletes from a page by moving the bytes before a node, so a node listed twice would corrupt others.
+    # No two pointers may lead to one node, and a node must end where the next node begins or the page ends.
+    # LMDB deletes a node by moving the bytes before it, so a node with two pointers would corrupt others.
     begins = np.zeros(len(data) // 2 + 1, np.bool_)
     begins[start // 2] = True
     _require(begins[(np.arange(len(numbers)) * page_bytes + upper) // 2], numbers)
@@ -479,13 +477,12 @@ def _nodes_of(numbers: _Numbers, pages: npt.NDArray[np.uint8], kind: int) -> _No
 
 
 def _as_numbers(number: int) -> _Numbers:
-    """Return a page's number as an array. A number too large for a page becomes negative, which no page
-    number is."""
+    """Return a page's number as an array. A number of 2⁶³ or more becomes negative, and is rejected later."""
     return np.array([number], np.uint64).astype(np.int64)
 
 
 def _words(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint64]:
-    """Return the 8 bytes from each byte of ``data`` on, as numbers."""
+    """Return for each byte of ``data`` the little-endian number in the 8 bytes that begin there."""
     words: npt.NDArray[np.uint64] = np.ndarray((len(data) - 7,), "<u8", data, strides=(1,))
     return words
 

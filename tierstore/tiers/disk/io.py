@@ -1,7 +1,7 @@
-"""The system calls of the disk tier's extent files, behind one small object.
+"""The system calls for the disk tier's files, behind one small class.
 
-All payload I/O goes through here, so that a test can make any single call fail, fall short or lie while the
-rest of the tier runs the code that users run. This module does not interpret results.
+All payload I/O uses this class, so that a test can replace it and make any single call fail, transfer fewer
+bytes, or return wrong data.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import NamedTuple
+from typing import Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,22 +24,22 @@ from tierstore.memory import address_of
 
 # -- Linux AIO -----------------------------------------------------------------------------------------
 #
-# Many reads with few system calls: Linux AIO, for small pages that are not adjacent.
+# Linux AIO does many reads with few system calls. It is used for small pages that are not adjacent.
 #
-# A thread for each request in flight costs more than a small request itself: two switches, and the
-# interpreter's lock several times. Here, one thread passes the kernel a whole batch, and takes the results a
-# few at a time. Compared with eight threads, prefetches of such pages were 1.3 times as fast for 64 KiB
-# pages, 1.4 times for 128 KiB and 1.04 times for 256 KiB, with 0.8 to 0.85 of the core-seconds. These are
-# medians of 12, alternating in one process, on two cores with other work.
+# Reading a small page on a thread of a pool costs more time than the read itself: two thread switches, and
+# several acquisitions of the GIL. With AIO, one thread passes the kernel a whole batch of reads, and gets the
+# results a few at a time. Compared with eight threads, prefetches of such pages were 1.3 times as fast for
+# 64 KiB pages, 1.4 times for 128 KiB and 1.04 times for 256 KiB, with 0.8 to 0.85 of the processor time.
+# These are medians of 12 runs, alternating in one process, on two cores with other work.
 #
-# The interface consists of four system calls, which Python's libraries do not have. It works only with
-# O_DIRECT. A file system without support for it does the reads one after the other, so a directory first
-# measures whether it is faster (calibration.py). io_uring would also work, but most containers forbid it.
+# AIO consists of four system calls, which Python's libraries do not have. It works only with O_DIRECT. On a
+# file system without support for AIO, the kernel does the reads one after the other, so calibration.py
+# measures whether AIO is faster. io_uring would also work, but most containers forbid it.
 
 
 _CALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}  # setup, destroy, getevents, submit
 _READ = 0
-_AT_LEAST = 4  # results to wait for at once
+_AT_LEAST = 4  # results to wait for in one system call
 _REQUEST = np.dtype(
     [
         ("number", "<u8"),
@@ -64,8 +63,8 @@ _libc.syscall.restype = ctypes.c_long
 
 
 class QueuedRead(NamedTuple):
-    """A request to fill ``view`` from byte ``offset`` of a file that is open with O_DIRECT; all three are
-    aligned."""
+    """A request to fill ``view`` from byte ``offset`` of a file that is open with O_DIRECT. The address and
+    length of ``view``, and ``offset``, are multiples of 4096."""
 
     fd: int
     view: memoryview
@@ -73,14 +72,15 @@ class QueuedRead(NamedTuple):
 
 
 Landed = Callable[[int, int], None]
-"""Called with the number of a read and its outcome: the number of bytes, or a negative error number."""
+"""A function that is called with the number of a read and its outcome: the number of bytes that were read, or
+a negative error number."""
 
 
 class ReadQueue:
-    """Up to ``depth`` reads in flight, for one thread at a time."""
+    """A queue of the kernel for up to ``depth`` reads in flight. One thread at a time may use it."""
 
     def __init__(self, depth: int) -> None:
-        """Create the queue. Raise :class:`OSError` if the kernel has none."""
+        """Create the queue. Raise :class:`OSError` if the kernel does not provide one."""
         self._depth = depth
         self._context = ctypes.c_ulong(0)
         self._events = np.zeros(depth, _EVENT)
@@ -88,15 +88,16 @@ class ReadQueue:
             raise OSError(errno.ENOSYS, f"the system calls of {platform.machine()} are not known")
         setup, destroy, self._getevents, self._submit = _CALLS[platform.machine()]
         _call(setup, ctypes.c_long(depth), ctypes.byref(self._context))
-        # Not __del__, which may run at interpreter exit after half of this module is gone. Not at exit
-        # either, because it would wait for a disk that has stopped answering. The kernel frees a process's
-        # queues at its end.
+        # The queue is not destroyed by __del__, which may run at interpreter exit without this module's
+        # globals. It is not destroyed at exit either, because that could wait for a disk that has stopped
+        # responding. The kernel frees the queues of a process at its end.
         self._finalizer = weakref.finalize(self, _call, destroy, ctypes.c_ulong(self._context.value))
         self._finalizer.atexit = False
 
     def read(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
-        """Do all of ``reads``. No read is in flight when this returns or raises. Raise :class:`OSError` if
-        the kernel accepts no more; reads that have not ``landed`` were not done."""
+        """Do all of ``reads``, and call ``landed`` for each. No read is in flight when this returns or
+        raises. Raise :class:`OSError` if the kernel accepts no more reads; reads without a call of ``landed``
+        were not done."""
         requests = _requests(reads)
         addresses = requests.ctypes.data + _REQUEST.itemsize * np.arange(len(reads), dtype=np.uint64)
         submitted = arrived = 0
@@ -110,11 +111,11 @@ class ReadQueue:
                 for number, result in found:
                     landed(number, result)
         finally:
-            while arrived < submitted:  # reads in flight write to the caller's memory
+            while arrived < submitted:  # wait for reads in flight, because they write to the caller's memory
                 arrived += len(self._take(1))
 
     def close(self) -> None:
-        """Free the queue, as the last reference also does. Repeated calls do nothing."""
+        """Free the queue. This also happens when the last reference is gone. Repeated calls do nothing."""
         self._finalizer()
 
     def _hand_in(self, addresses: npt.NDArray[np.uint64]) -> int:
@@ -142,7 +143,7 @@ def _requests(reads: Sequence[QueuedRead]) -> npt.NDArray[np.void]:
 
 
 def _call(number: int, *arguments: object) -> int:
-    """Do a system call, again if a signal interrupts it. Raise :class:`OSError` if it fails."""
+    """Do a system call, and repeat it if a signal interrupts it. Raise :class:`OSError` if it fails."""
     while True:
         result: int = _libc.syscall(ctypes.c_long(number), *arguments)
         if result >= 0:
@@ -158,7 +159,7 @@ _PUNCH_HOLE = 0x01 | 0x02  # FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE
 
 
 class FileIO:
-    """The operating system's files. Every method may raise :class:`OSError`; all are thread-safe."""
+    """The file functions of the operating system. Every method may raise :class:`OSError`. Thread-safe."""
 
     def open(self, path: Path, flags: int) -> int:
         """Open a file, closed on exec, and return its descriptor. New files have mode 0600."""
@@ -168,15 +169,13 @@ class FileIO:
         os.close(fd)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Return the number of bytes read: fewer than requested at the end of the file."""
+        """Return the number of bytes read, which is smaller than requested at the end of the file."""
         return os.preadv(fd, buffers, offset)
 
     def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
         """Do reads that may all be in flight at once, and call ``landed`` with each outcome, in any order.
-        Raise :class:`OSError` if the kernel cannot do it this way; reads that have not landed were not done.
-
-        Here they run one after the other, with :meth:`preadv`; see :class:`QueuedIO`.
-        """
+        Raise :class:`OSError` if the kernel cannot queue reads; reads without a call of ``landed`` were not
+        done. This implementation does one read after the other; :class:`QueuedIO` does not."""
         for number, read in enumerate(reads):
             try:
                 result = self.preadv(read.fd, [read.view], read.offset)
@@ -185,7 +184,7 @@ class FileIO:
             landed(number, result)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """Return the number of bytes written: fewer than requested if the disk fills up."""
+        """Return the number of bytes written, which is smaller than requested if the disk becomes full."""
         return os.pwritev(fd, buffers, offset)
 
     def allocate(self, fd: int, offset: int, nbytes: int) -> None:
@@ -200,7 +199,7 @@ class FileIO:
         _call(number, *map(ctypes.c_long, (fd, _PUNCH_HOLE, offset, nbytes)))
 
     def sync(self, fd: int) -> None:
-        """Make everything written to the file, and its size, survive a power loss."""
+        """Make the file's contents and size survive a power loss."""
         os.fdatasync(fd)
 
     def truncate(self, fd: int, nbytes: int) -> None:
@@ -235,10 +234,10 @@ class FileIO:
 
 
 class QueuedIO(FileIO):
-    """The operating system's files, with read queues in the kernel."""
+    """The file functions of the operating system, with read queues in the kernel."""
 
     def __init__(self) -> None:
-        self._idle: queue.SimpleQueue[ReadQueue] = queue.SimpleQueue()  # one for each reading thread
+        self._idle: queue.SimpleQueue[ReadQueue] = queue.SimpleQueue()  # queues that no thread uses now
 
     def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
         try:
@@ -253,12 +252,12 @@ class QueuedIO(FileIO):
 
 # -- calls that have not returned ----------------------------------------------------------------------
 #
-# Detects a device that has stopped answering. A thread in a system call cannot be interrupted, and a watching
-# thread could itself be late. So each running call is recorded, and callers look at the oldest one.
+# To detect a disk that has stopped responding, each running call is recorded with its start, and callers
+# look at the age of the oldest call. A thread in a system call cannot be interrupted.
 
 
 class InFlightCalls:
-    """The running calls. Thread-safe."""
+    """The I/O calls that are running now. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -266,7 +265,7 @@ class InFlightCalls:
         self._begun: dict[_Call, float] = {}  # in the order of their start
 
     def call(self) -> _Call:
-        """Return a context manager around one call, or a few that together should take no longer than one."""
+        """Return a context manager around one call, or around a few short calls that count as one."""
         return _Call(self)
 
     def longest_s(self) -> float:
@@ -285,7 +284,7 @@ class InFlightCalls:
 
 
 class _Call:
-    """One call. (A generator would work, but takes four times as long.)"""
+    """One running call, as a context manager. A generator-based context manager takes four times as long."""
 
     __slots__ = ("_calls",)
 
@@ -295,75 +294,45 @@ class _Call:
     def __enter__(self) -> None:
         self._calls.begin(self)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._calls.end(self)
 
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _tracked(method: Callable[Concatenate[FileIO, P], R]) -> Callable[Concatenate[TrackedIO, P], R]:
+    """Return a method that calls the method of this name of the inner object, and records the call."""
+    name = method.__name__
+
+    def call(self: TrackedIO, /, *arguments: P.args, **named: P.kwargs) -> R:
+        with self._calls.call():
+            result: R = getattr(self._inner, name)(*arguments, **named)
+            return result
+
+    return call
+
+
 class TrackedIO(FileIO):
-    """The system calls of another :class:`FileIO`, each recorded while it runs."""
+    """Calls the methods of another :class:`FileIO`, and records each call while it runs."""
 
     def __init__(self, inner: FileIO, calls: InFlightCalls) -> None:
         self._inner = inner
         self._calls = calls
 
-    def open(self, path: Path, flags: int) -> int:
-        with self._calls.call():
-            return self._inner.open(path, flags)
-
-    def close(self, fd: int) -> None:
-        with self._calls.call():
-            self._inner.close(fd)
-
-    def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        with self._calls.call():
-            return self._inner.preadv(fd, buffers, offset)
-
-    def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
-        with self._calls.call():
-            self._inner.read_many(reads, landed)
-
-    def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        with self._calls.call():
-            return self._inner.pwritev(fd, buffers, offset)
-
-    def allocate(self, fd: int, offset: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.allocate(fd, offset, nbytes)
-
-    def free(self, fd: int, offset: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.free(fd, offset, nbytes)
-
-    def sync(self, fd: int) -> None:
-        with self._calls.call():
-            self._inner.sync(fd)
-
-    def truncate(self, fd: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.truncate(fd, nbytes)
-
-    def size(self, fd: int) -> int:
-        with self._calls.call():
-            return self._inner.size(fd)
-
-    def available(self, fd: int) -> int:
-        with self._calls.call():
-            return self._inner.available(fd)
-
-    def forget(self, fd: int, offset: int, nbytes: int) -> None:
-        with self._calls.call():
-            self._inner.forget(fd, offset, nbytes)
-
-    def unlink(self, path: Path) -> None:
-        with self._calls.call():
-            self._inner.unlink(path)
-
-    def rename(self, path: Path, to: Path) -> None:
-        with self._calls.call():
-            self._inner.rename(path, to)
-
-    def sync_directory(self, path: Path) -> None:
-        with self._calls.call():
-            self._inner.sync_directory(path)
+    open = _tracked(FileIO.open)
+    close = _tracked(FileIO.close)
+    preadv = _tracked(FileIO.preadv)
+    read_many = _tracked(FileIO.read_many)
+    pwritev = _tracked(FileIO.pwritev)
+    allocate = _tracked(FileIO.allocate)
+    free = _tracked(FileIO.free)
+    sync = _tracked(FileIO.sync)
+    truncate = _tracked(FileIO.truncate)
+    size = _tracked(FileIO.size)
+    available = _tracked(FileIO.available)
+    forget = _tracked(FileIO.forget)
+    unlink = _tracked(FileIO.unlink)
+    rename = _tracked(FileIO.rename)
+    sync_directory = _tracked(FileIO.sync_directory)

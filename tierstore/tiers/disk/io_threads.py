@@ -1,8 +1,8 @@
-"""Threads for calls that may never return.
+"""A thread pool for calls that may never return.
 
-``ThreadPoolExecutor`` has two drawbacks: the interpreter waits for its threads at exit, and so for a disk
-that has stopped answering; and a call through it takes twice as long, which delays lookups. These threads are
-daemons, and get their jobs through a queue implemented in C.
+With ``ThreadPoolExecutor``, the interpreter waits at exit for the pool's threads, and so for a disk that has
+stopped responding. A call through it also takes twice as long, which delays lookups. The threads of this pool
+are daemon threads, and get their jobs through a queue implemented in C.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class IOThreads:
         self._most = threads
         self._name = name
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._idle = threading.Semaphore(0)  # one for each idle thread
+        self._idle = threading.Semaphore(0)  # its value is the number of idle threads
         self._lock = threading.Lock()
         self._closed = False
         self._threads: list[threading.Thread] = []
@@ -49,15 +49,16 @@ class IOThreads:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job())
-                except BaseException as error:  # noqa: BLE001  # the future carries it
+                except BaseException as error:  # noqa: BLE001  # the future raises it
                     future.set_exception(error)
 
         self.post(run)
         return future
 
     def ask(self, job: Callable[[], T], timeout_s: float) -> T:
-        """Run ``job`` and return its result or raise its error. Raise :class:`TimeoutError` after
-        ``timeout_s`` seconds; a running job then continues. Raise :class:`OSError` after :meth:`close`."""
+        """Run ``job``, and return its result or raise its error. Raise :class:`TimeoutError` after
+        ``timeout_s`` seconds; a job that is running then continues. Raise :class:`OSError` after
+        :meth:`close`."""
         answer: queue.SimpleQueue[tuple[T | None, Exception | None]] = queue.SimpleQueue()
         wanted = True
 
@@ -79,7 +80,7 @@ class IOThreads:
         return result  # type: ignore[return-value]  # None only if T allows it
 
     def close(self) -> None:
-        """Run the submitted jobs, and end the threads."""
+        """Wait until all submitted jobs were run, and end the threads."""
         with self._lock:
             self._closed = True
             for _ in self._threads:
@@ -90,5 +91,5 @@ class IOThreads:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
-            del job  # it may hold a caller's memory
+            del job  # the job may refer to a caller's memory
             self._idle.release()

@@ -1,37 +1,37 @@
 """The keys of an encrypted disk tier, in one file outside of the store's directory.
 
-**Three levels.** The *master key* is the operator's: 32 bytes in a file, or printed by a command. It opens
-the *keyring*, a file outside of the store's directory. The keyring holds a random ring key, wrapped by the
-master key, and a *data key* for each tenant and model, wrapped by the ring key. With *session keys*, each
-session has a data key of its own for its pages of a model. A data key leaves this process in wrapped form
-only. All wrapping is AES-256-GCM. A wrapped data key contains the names of its tenant and model, and the
-session's hash, so that two entries cannot be exchanged.
+**Three levels.** The operator's *master key* has 32 bytes, in a file or printed by a command. It decrypts the
+*keyring*, a file outside of the store's directory. The keyring holds a random *ring key*, encrypted with the
+master key, and a *data key* for each tenant and model, encrypted with the ring key. With *session keys*, each
+session has a separate data key for its pages of a model. A data key leaves this process only in encrypted
+(*wrapped*) form. All keys are wrapped with AES-256-GCM. A wrapped data key contains the names of its tenant
+and model, and the session's hash, so that an attacker cannot exchange two entries of the keyring.
 
-**Why the keyring is not in the store's directory.** A forget overwrites the tenant's entries. An earlier copy
-of the directory has the tenant's pages, but no key. If the directory held the wrapped keys, the copy would
-hold them too, and the master key would open them. So :meth:`Keyring.open` refuses a path inside of the
-directory. A *backup of the keyring* from before the forget still opens the tenant's pages in a backup of the
-directory. Keep fewer backups of the keyring than of the directory, or none: a lost keyring costs a cache, and
-no data.
+**Why the keyring is not in the store's directory.** Forgetting a tenant overwrites its keys in the keyring.
+An earlier copy of the directory has the tenant's pages, but no key. If the directory held the wrapped keys,
+its copies would hold them too, and the master key would decrypt them. So :meth:`Keyring.open` refuses a path
+inside of the directory. A *backup of the keyring* from before the forget still opens the tenant's pages in a
+backup of the directory. Keep fewer backups of the keyring than of the directory, or none: losing the keyring
+costs only cached pages.
 
-**How a data key is forgotten.** Each entry has a slot of its own. :meth:`Keyring.drop` overwrites the slot in
-place and syncs it before it returns. A crash in between leaves an entry that is whole, or one that does not
-open. A new file beside the old one would leave the old entries in free blocks, so the file is not replaced.
+**How a data key is forgotten.** Each wrapped key has a slot in the keyring's file. :meth:`Keyring.drop`
+overwrites the slot in place and syncs the file before it returns. A crash during this leaves the whole key,
+or bytes that do not decrypt. Replacing the file would leave the old keys in free blocks of the file system.
 On SSDs, and on file systems that copy on write, the old block may survive until the device or the file system
-reuses it. There, only the destruction of the master key is final: rotate to a new one, and destroy the old
-one.
+reuses it. There, only the destruction of the master key is final: rotate to a new master key, and destroy the
+old one.
 
-**Many sessions.** A new key takes a slot of 1 KiB and is synced, together with the other new keys of a batch
-of pages. :meth:`Keyring.free_sessions` drops the keys of sessions without pages on disk, and new keys take
-their slots. At :data:`MOST_SESSION_KEYS` keys, a new session gets none (:meth:`Keyring.admits`).
+**Many sessions.** A new key takes a slot of 1 KiB. All new keys of a batch of pages are written with one
+sync. :meth:`Keyring.free_sessions` drops the keys of sessions without pages on disk, and new keys reuse their
+slots. At :data:`MOST_SESSION_KEYS` session keys, a new session gets no key (:meth:`Keyring.admits`).
 
-**Rotation.** The ring key is replaced together with the master key. The new ring key wraps the data keys in a
-new file, which takes the name of the old one. No page changes. Remains of the old file open only with the old
-master key.
+**Rotation** replaces the ring key and the master key together. The new ring key wraps the data keys in a new
+file, which replaces the old one. Pages do not change. Remains of the old file on the disk can be decrypted
+only with the old master key.
 
 **Memory.** Data keys are in memory that is locked (never swapped) and left out of core dumps. Python copies a
-key for each use, and OpenSSL expands it. These copies are short-lived, but nothing erases them, and a dump
-may contain them. No key is in a ``repr``, a log line or an exception.
+key for each use, and OpenSSL derives round keys from it. These copies are short-lived, but nothing erases
+them, and a core dump may contain them. No key is in a ``repr``, a log line or an exception.
 """
 
 from __future__ import annotations
@@ -72,30 +72,30 @@ NAME_BYTES = 16
 SALT_BYTES = 32
 _COMMAND = "command:"
 _COMMAND_S = 30.0
-_BESIDE = ".ring"  # suffix of the default keyring, beside the master key's file
+_BESIDE = ".ring"  # suffix of the default keyring's file, which is beside the master key's file
 
 _MAGIC = b"tierstore ring 1"
 _RING_ID_BYTES = 16
 NONCE_BYTES = 12
 _TAG_BYTES = 16
 _NONCE_OF_BYTES, _NONCE_OF_TEXT = bytes(12), bytes(11) + b"\1"
-_LEAST_UPDATE = 64  # bytes at the end of a payload: the cipher returns these as an object, see DataKey.seal
+_LEAST_UPDATE = 64  # bytes at the end of a payload that do not go through update_into, see DataKey.seal
 _SLOT_BYTES = 1024
 _HEADER = struct.Struct(f"<16s{_RING_ID_BYTES}s{NONCE_BYTES}s{KEY_BYTES + _TAG_BYTES}s")
 _LENGTH = struct.Struct("<H")
 _ENTRY_BYTES = _SLOT_BYTES - NONCE_BYTES - _TAG_BYTES
 _MOST_NAME_BYTES = 400  # most bytes of a name in an entry; longer names are hashed
 SESSION_BYTES = 16
-MOST_SESSION_KEYS = 1 << 16  # of one keyring: 64 MiB
-_LEAST_FREED = 64  # new session keys before those without pages are looked for
+MOST_SESSION_KEYS = 1 << 16  # in one keyring, whose file then has 64 MiB
+_LEAST_FREED = 64  # new session keys before a search for session keys without pages
 
 
 class Scope(NamedTuple):
-    """The pages that one data key encrypts: those of a tenant and a model, or those of a session."""
+    """The pages that one data key encrypts: those of a tenant and a model, or those of one session."""
 
-    tenant: str  # as in the identities of its pages
+    tenant: str  # as in the identities of the pages
     model: str
-    session: bytes = b""  # hash of its name (:func:`session_hash`); empty: no session's
+    session: bytes = b""  # hash of the session's name (:func:`session_hash`); empty: not only one session
 
     @property
     def names(self) -> tuple[str, str]:
@@ -124,7 +124,7 @@ class SecretMemory:
         return f"SecretMemory({len(self._blocks)} blocks)"
 
     def keep(self, secret: bytes) -> memoryview:
-        """Return a view of a copy of ``secret``, which has :data:`KEY_BYTES` bytes."""
+        """Copy ``secret``, which has :data:`KEY_BYTES` bytes, and return a view of the copy."""
         if not self._free:
             self._add_block()
         view = self._free.pop()
@@ -147,7 +147,7 @@ class SecretMemory:
             try:
                 block.madvise(advice)
             except OSError as error:
-                _log.info("the kernel does not keep keys out of dumps and forks: %s", error.strerror)
+                _log.info("the kernel does not exclude keys from dumps and forks: %s", error.strerror)
         address = ctypes.addressof(ctypes.c_char.from_buffer(block))
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.mlock(ctypes.c_void_p(address), ctypes.c_size_t(len(block))):
@@ -162,11 +162,11 @@ class SecretMemory:
 
 
 def read_master_key(source: str) -> bytes:
-    """Return the master key. ``source`` is a file, or ``command:COMMAND`` for a command that prints it. Both
-    have 64 hexadecimal digits.
+    """Return the master key. ``source`` is a file with its 64 hexadecimal digits, or ``command:COMMAND`` for
+    a command that prints them. The command runs without a shell, for at most 30 s.
 
-    The command runs without a shell, for at most 30 s. Raise :class:`UsageError` for a file that does not
-    exist or that other users can access, for a command that fails, and for a malformed key.
+    Raise :class:`UsageError` for a file that does not exist or that other users can access, for a command
+    that fails, and for a malformed key.
     """
     if source.startswith(_COMMAND):
         text = _printed(source.removeprefix(_COMMAND))
@@ -186,7 +186,7 @@ def read_master_key(source: str) -> bytes:
         key = bytes.fromhex(text.decode("ascii").strip())
     except ValueError:
         key = b""
-    if len(key) != KEY_BYTES:  # never shown: it may be a key with a typing error
+    if len(key) != KEY_BYTES:  # the message does not show the text: it may be a key with a typing error
         raise UsageError(
             f"{source} is no disk key: it must be {2 * KEY_BYTES} hexadecimal digits, "
             "as `tierstore disk-key new` makes them"
@@ -212,8 +212,8 @@ def _printed(command: str) -> bytes:
 
 
 def sharing_key(master: bytes) -> bytes:
-    """Return the key that opens the shared data keys of hosts (``cluster/shared_keys.py``). It is derived
-    from the master key, so other processes need not know the master key."""
+    """Derive from the master key the key that decrypts the data keys that hosts share
+    (``cluster/shared_keys.py``). So the process that shares them need not know the master key."""
     return blake2b(key=master, digest_size=KEY_BYTES, person=b"shared keys").digest()
 
 
@@ -256,16 +256,16 @@ _KEPT_DROPS = 1024
 class DataKey:
     """The key of one tenant's or one session's pages of one model. Thread-safe.
 
-    After the key was dropped, each use gets a random key instead. So a page that is sealed while its tenant
-    is forgotten can never be opened."""
+    After the key was dropped, each use gets a random key instead. So a page that is encrypted while its
+    tenant is being forgotten can never be decrypted."""
 
     __slots__ = ("dropped", "id", "scope", "secret", "slot")
 
     def __init__(self, id: bytes, scope: Scope, secret: memoryview, slot: int) -> None:
         self.id = id
         self.scope = scope
-        self.slot = slot  # in the keyring
-        self.secret = secret  # in memory of the keyring
+        self.slot = slot  # the key's position in the keyring's file
+        self.secret = secret
         self.dropped = False  # set before the secret is erased
 
     def __repr__(self) -> str:
@@ -273,7 +273,7 @@ class DataKey:
 
     @property
     def number(self) -> int:
-        """The id as in :func:`~tierstore.tiers.disk.records.key_number`."""
+        """The id as the signed number that :func:`~tierstore.tiers.disk.records.key_number` returns."""
         return int.from_bytes(self.id, "little", signed=True)
 
     def page_key(self, salt: bytes) -> bytes:
@@ -282,12 +282,12 @@ class DataKey:
         return blake2b(salt, key=self._current(), digest_size=KEY_BYTES, person=b"page").digest()
 
     def seal(self, salt: bytes, facts: bytes, plain: memoryview, out: memoryview) -> bytes:
-        """Seal ``plain`` with AES-256-GCM into ``out``, which may be longer: then zeros are sealed behind it.
-        Return the tag, which covers ``facts``, too. A ``salt`` (of :data:`SALT_BYTES` random bytes) may be
-        used once here, and once in :meth:`seal_text`."""
+        """Encrypt ``plain`` with AES-256-GCM into ``out``. If ``out`` is longer, ``plain`` is padded with
+        zeros. Return the tag, which also authenticates ``facts``. Each ``salt`` (:data:`SALT_BYTES` random
+        bytes) may be used once in this method, and once in :meth:`seal_text`."""
         cipher = self._cipher(salt).encryptor()
         cipher.authenticate_additional_data(facts)
-        # update_into needs room for a block more than it writes, so the end goes through update.
+        # update_into needs an output buffer one block larger than its output, so the end goes through update.
         whole = max(plain.nbytes - _LEAST_UPDATE, 0)
         if whole:
             cipher.update_into(plain[:whole], out)
@@ -296,9 +296,9 @@ class DataKey:
         return cipher.tag
 
     def open(self, salt: bytes, tag: bytes, facts: bytes, sealed: memoryview, out: memoryview) -> bool:
-        """Open the bytes of :meth:`seal` into ``out``, which has the size of the plain bytes. It may be the
-        memory of ``sealed``, but may not overlap it otherwise. Return False if anything has changed. Then do
-        not use ``out``."""
+        """Decrypt the bytes of :meth:`seal` into ``out``, which has the size of the plain bytes. ``out`` may
+        be the same memory as ``sealed``, but may not overlap it in part. Return False if the bytes, the tag
+        or ``facts`` were changed; then do not use ``out``."""
         from cryptography.exceptions import InvalidTag
 
         cipher = self._cipher(salt).decryptor()
@@ -314,18 +314,19 @@ class DataKey:
         return True
 
     def seal_text(self, salt: bytes, facts: bytes, text: bytes) -> bytes:
-        """Return ``text``, sealed, and its tag, which covers ``facts``, too. See :meth:`seal`."""
+        """Return ``text``, encrypted, followed by the tag, which also authenticates ``facts``. ``salt`` is
+        as in :meth:`seal`."""
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         return AESGCM(self.page_key(salt)).encrypt(_NONCE_OF_TEXT, text, facts)
 
     def open_text(self, salt: bytes, facts: bytes, sealed: bytes) -> bytes | None:
-        """Open the bytes of :meth:`seal_text`. Return None if anything has changed."""
+        """Decrypt the bytes of :meth:`seal_text`. Return None if the bytes or ``facts`` were changed."""
         return unwrap(self.page_key(salt), _NONCE_OF_TEXT, sealed, facts)
 
     def name(self, data: bytes, use: bytes) -> bytes:
-        """Return the 16 bytes that stand for ``data`` in the index. ``use`` separates names of different
-        things."""
+        """Return the keyed hash (16 bytes) that replaces ``data`` in the index. Equal ``data`` has different
+        hashes for different ``use``."""
         return blake2b(data, key=self._current(), digest_size=NAME_BYTES, person=use).digest()
 
     def _cipher(self, salt: bytes) -> Cipher[GCM]:
@@ -337,12 +338,13 @@ class DataKey:
 
     def _current(self) -> bytes:
         secret = bytes(self.secret)
-        return secrets.token_bytes(KEY_BYTES) if self.dropped else secret  # checked after the copy was made
+        # ``dropped`` is set before the secret is erased, so a copy made before this check is whole.
+        return secrets.token_bytes(KEY_BYTES) if self.dropped else secret
 
 
 class Keyring:
-    """An open keyring. Thread-safe. One process at a time can have it open. With ``session_keys``, pages that
-    are saved within a session get a key of the session."""
+    """An open keyring. Thread-safe. One process at a time can have it open. With ``session_keys``, a page
+    that is saved within a session is encrypted with the session's key."""
 
     def __init__(self, lock: PathLock, id: bytes, ring_key: bytes | None, sharing: bytes) -> None:
         self.path = lock.path
@@ -357,13 +359,13 @@ class Keyring:
         # Guarded by _lock.
         self._by_scope: dict[Scope, DataKey] = {}
         self._by_id: dict[bytes, DataKey] = {}
-        self.drops = 0  # grows with each drop
+        self.drops = 0  # number of calls of drop
         self._last_drops: deque[_Wanted] = deque(maxlen=_KEPT_DROPS)  # ``wanted`` of the last drops
         self._free_slots: list[int] = []
-        self._torn: set[int] = set()  # slots that may have a key whose writing failed
-        self._slots = 0  # the header's included
+        self._torn: set[int] = set()  # slots that may hold a partly written key
+        self._slots = 0  # highest slot that was ever used; slot 0 is the header
         self._sessions = 0  # number of session keys
-        self._kept_sessions = 0  # … after the last call of free_sessions
+        self._kept_sessions = 0  # number of session keys after the last call of free_sessions
         if ring_key is not None:
             self._read()
         _open_keyrings.add(self)
@@ -372,7 +374,7 @@ class Keyring:
     def open(cls, path: Path, master: bytes, *, directory: Path | None = None) -> Keyring:
         """Open the keyring at ``path``; create it if it does not exist. ``directory`` is the store's.
 
-        With another master key than the one that made it, the keyring opens and is :attr:`locked`. Raise
+        If ``master`` is not the keyring's master key, the returned keyring is :attr:`locked`. Raise
         :class:`UsageError` for a path inside of ``directory``, and :class:`StoreUnavailableError` for a file
         that is no keyring, is in use, or cannot be written.
         """
@@ -402,7 +404,7 @@ class Keyring:
     @classmethod
     def _opened(cls, lock: PathLock, master: bytes) -> Keyring:
         header = os.pread(lock.fd, _SLOT_BYTES, 0)
-        if not header.strip(b"\0"):  # new, or its first opening was interrupted
+        if not header.strip(b"\0"):  # a new file, or a crash interrupted its first opening
             ring_key, id = secrets.token_bytes(KEY_BYTES), secrets.token_bytes(_RING_ID_BYTES)
             _write(lock.fd, {0: _wrapped_ring_key(master, id, ring_key)})
             FileIO().sync_directory(lock.path.parent)
@@ -421,7 +423,8 @@ class Keyring:
 
     @property
     def locked(self) -> bool:
-        """Whether the master key does not open it. A locked keyring has no keys and makes none."""
+        """Whether the keyring was opened with a wrong master key. A locked keyring has no keys and makes
+        none."""
         return self._ring_key is None
 
     def sharing_key(self) -> bytes | None:
@@ -429,27 +432,28 @@ class Keyring:
         return None if self.locked else bytes(self._sharing)
 
     def find(self, scope: Scope) -> DataKey | None:
-        """Return the key of a scope; None if there is none."""
+        """Return the key of a scope; None if the scope has no key."""
         return self._by_scope.get(_shortened(scope))
 
     def by_id(self, id: bytes) -> DataKey | None:
-        """Return the key with this id; None if it was dropped, or belongs to another keyring."""
+        """Return the key with this id; None if the key was dropped, or is in another keyring."""
         return self._by_id.get(id)
 
     def key(self, scope: Scope, *, drops: int | None = None) -> DataKey | None:
-        """Return the key of a scope. Make one if there is none, durably. Return None if the scope's key was
-        dropped after :attr:`drops` had the value ``drops`` (None: now). Raise :class:`OSError` if the key
-        cannot be written."""
+        """Return the key of a scope. If the scope has no key, make one, durably. Return None if the scope's
+        key was dropped since :attr:`drops` had the value ``drops`` (None: since now). Raise :class:`OSError`
+        if the key cannot be written."""
         drops = self.drops if drops is None else drops
         self.make([(scope, drops)])
         scope = _shortened(scope)
         found = self._by_scope.get(scope)
-        return None if self._dropped_since(scope, drops) else found  # after the search: it may be a later key
+        # Checked after the search, which may have found a key that was made after the drop.
+        return None if self._dropped_since(scope, drops) else found
 
     def make(self, wanted: Iterable[tuple[Scope, int]]) -> None:
-        """Make the keys of these scopes that have none, durably, with one sync for all. Each scope comes with
-        an earlier value of :attr:`drops`: it gets no key if its key was dropped since. Raise :class:`OSError`
-        if the keys cannot be written."""
+        """Make a key for each of these scopes that has none, durably, with one sync for all keys. The number
+        beside a scope is an earlier value of :attr:`drops`: if the scope's key was dropped since then, no new
+        key is made. Raise :class:`OSError` if the keys cannot be written."""
         missing: dict[Scope, int] = {}
         for scope, drops in wanted:
             scope = _shortened(scope)
@@ -469,18 +473,18 @@ class Keyring:
     def _dropped_since(self, scope: Scope, drops: int) -> bool:
         newer = self.drops - drops
         if newer > _KEPT_DROPS:
-            return True  # perhaps not; but then the page took very long to write, and it is no loss
+            return True  # this is a guess, because older drops are not recorded; a wrong one loses one page
         return any(wanted(scope) for wanted in list(self._last_drops)[len(self._last_drops) - newer :])
 
     def drop(self, wanted: _Wanted) -> int:
-        """Forget the keys of all wanted scopes, and return their number. When this returns, they cannot be
-        recovered from the keyring; the module's docstring has the limits. Raise :class:`OSError` if the file
-        cannot be written; then call it again. ``wanted`` gets long names hashed, as :func:`scope_name`
-        returns them."""
+        """Forget the keys of all scopes for which ``wanted`` returns True, and return the number of these
+        keys. When this returns, they cannot be recovered from the keyring (but see the module's docstring).
+        ``wanted`` gets scopes with names as :func:`scope_name` returns them. Raise :class:`OSError` if the
+        file cannot be written; then call this method again."""
         self._require_unlocked()
         with self._lock:
             dropped = [key for key in self._by_scope.values() if wanted(key.scope)]
-            self._last_drops.append(wanted)  # also for scopes without a key: one may be about to be made
+            self._last_drops.append(wanted)  # even if no key is dropped: another thread may be making one
             self.drops += 1
             self._erase(dropped)
             if self.path.exists() and not self._lock_file.current():
@@ -488,29 +492,29 @@ class Keyring:
             return len(dropped)
 
     def of_session(self, session: bytes) -> list[DataKey]:
-        """Return the keys of a session, one for each tenant and model."""
+        """Return the keys of a session: one for each tenant and model."""
         with self._lock:
             return [key for key in self._by_scope.values() if key.scope.session == session]
 
     @property
     def keeps_sessions(self) -> bool:
-        """Whether sessions have keys, or may get some."""
+        """Whether sessions have keys, or may get keys later."""
         return self.session_keys or self._sessions > 0
 
     def admits(self, scope: Scope) -> bool:
-        """Return whether the scope has a key or may get one: there may be too many session keys."""
+        """Return whether the scope has a key or may get one. There is a limit only for session keys."""
         return not scope.session or self._sessions < MOST_SESSION_KEYS or _shortened(scope) in self._by_scope
 
     @property
     def sessions_due(self) -> bool:
-        """Whether there may be enough session keys without pages for :meth:`free_sessions`."""
+        """Whether enough session keys are new that :meth:`free_sessions` should be called."""
         kept = self._kept_sessions
         return self._sessions >= min(kept + max(kept // 8, _LEAST_FREED), MOST_SESSION_KEYS)
 
     def free_sessions(self, used: Collection[bytes]) -> int:
-        """Drop the session keys whose ids are not ``used``, and return their number. A page that is being
-        written must not need one: it could not be opened. Raise :class:`OSError` if the file cannot be
-        written."""
+        """Drop the session keys whose ids are not in ``used``, and return their number. No page may be in the
+        course of being written, because the page would lose its key. Raise :class:`OSError` if the file
+        cannot be written."""
         with self._lock:
             keys = self._by_scope.values()
             unused = [key for key in keys if key.scope.session and key.id not in used]
@@ -520,7 +524,7 @@ class Keyring:
 
     def _erase(self, keys: Sequence[DataKey]) -> None:
         """Overwrite keys in the file and in memory."""
-        for key in keys:  # of no use from here on, even if the file cannot be written
+        for key in keys:  # from now on, a key is not used, even if the file cannot be written
             key.dropped = True
             self._by_id.pop(key.id, None)
         for key in keys:
@@ -535,7 +539,8 @@ class Keyring:
 
     def rotate(self, master: bytes) -> None:
         """Replace the keyring by one with another master key and another ring key, durably, and close it.
-        Raise :class:`OSError` if that fails; then its path has the whole old keyring or the whole new one."""
+        Raise :class:`OSError` if that fails; then the file is the complete old keyring or the complete new
+        one."""
         assert self._ring_key is not None, "a locked keyring cannot be rotated"
         ring_key = secrets.token_bytes(KEY_BYTES)
         new = _rotated(self.path)
@@ -556,7 +561,7 @@ class Keyring:
         self.close()
 
     def close(self) -> None:
-        """Erase the keys in memory, and let others open the file. Repeated calls do nothing."""
+        """Erase the keys in memory, and release the file. Repeated calls do nothing."""
         with self._lock:
             for key in self._by_scope.values():
                 key.dropped = True
@@ -569,7 +574,7 @@ class Keyring:
         for slot, (nonce, wrapped) in enumerate(_slots(self._lock_file.fd), 1):
             self._slots = slot
             entry = self._unwrapped(nonce, wrapped)
-            if entry is None:  # free, forgotten, or its making was interrupted
+            if entry is None:  # the slot is free, or has a key that was dropped or only partly written
                 self._free_slots.append(slot)
                 continue
             scope = Scope(entry.tenant, entry.model, entry.session)
@@ -593,7 +598,8 @@ class Keyring:
             slot = self._free_slots[free - 1] if free > 0 else self._slots + 1 - free
             secret = self._memory.keep(secrets.token_bytes(KEY_BYTES))
             made.append(DataKey(secrets.token_bytes(ID_BYTES), scope, secret, slot))
-        slots = dict.fromkeys(self._torn, bytes(_SLOT_BYTES))  # so that no scope has two keys
+        # Erase partly written keys: if one of them was complete, its scope would have two keys.
+        slots = dict.fromkeys(self._torn, bytes(_SLOT_BYTES))
         slots |= {key.slot: wrap(ring_key, _packed(key), self._id) for key in made}
         self._torn = set(slots)
         try:
@@ -620,7 +626,7 @@ class Keyring:
 
 
 def _release_after_fork() -> None:
-    # A child shares the lock's open file, and would keep the keyring locked after its parent's end.
+    # A forked child shares the lock's open file, and would keep the keyring locked after its parent's end.
     for keyring in list(_open_keyrings):
         keyring._lock_file.release()
 
@@ -630,7 +636,8 @@ os.register_at_fork(after_in_child=_release_after_fork)
 
 
 def require_cryptography(what: str) -> None:
-    """Raise :class:`StoreUnavailableError` if the package is missing; ``what`` needs it."""
+    """Raise :class:`StoreUnavailableError` if the package cryptography is missing. ``what`` is the feature
+    that needs it, for the message."""
     try:
         import cryptography  # noqa: F401
     except ImportError as error:
@@ -642,10 +649,10 @@ def require_cryptography(what: str) -> None:
 def open_keyring(
     source: str, path: Path | None, directory: Path | None, *, session_keys: bool = False
 ) -> Keyring | None:
-    """Open the keyring for the store in ``directory``. ``source``, ``path`` and ``session_keys`` are the
-    settings ``disk_key``, ``disk_keyring`` and ``session_keys``. Return None without a key. Raise the errors
-    of :func:`read_master_key` and :meth:`Keyring.open`, and :class:`UsageError` for the other two without a
-    key, or a key without a disk tier."""
+    """Open the keyring for the store in ``directory``; return None if ``source`` is empty. ``source``,
+    ``path`` and ``session_keys`` are the settings ``disk_key``, ``disk_keyring`` and ``session_keys``. Raise
+    the errors of :func:`read_master_key` and :meth:`Keyring.open`, and :class:`UsageError` for a keyring or
+    session keys without ``disk_key``, or for ``disk_key`` without a directory."""
     if not source:
         if path is not None:
             raise UsageError("disk_keyring needs disk_key: give both, or neither")
@@ -660,14 +667,14 @@ def open_keyring(
 
 
 def session_hash(tenant: str, name: str) -> bytes:
-    """Return the :data:`SESSION_BYTES` bytes that stand for a session in a keyring. ``tenant`` is its
-    client's."""
+    """Return the hash (:data:`SESSION_BYTES` bytes) that a keyring has instead of a session's name.
+    ``tenant`` is the tenant of the session's client."""
     names = msgspec.msgpack.encode((tenant, name))
     return blake2b(names, digest_size=SESSION_BYTES, person=b"session").digest()
 
 
 def scope_name(name: str) -> str:
-    """Return a tenant's or a model's name as keyrings store it: long ones are hashed."""
+    """Return a tenant's or a model's name as keyrings store it: a long name is hashed."""
     data = name.encode()
     return name if len(data) <= _MOST_NAME_BYTES else f"sha256:{sha256(data).hexdigest()}"
 
@@ -677,7 +684,7 @@ def _shortened(scope: Scope) -> Scope:
 
 
 class _Entry(NamedTuple):
-    """A key in its slot."""
+    """The contents of a slot: one data key."""
 
     id: bytes
     secret: bytes
@@ -687,7 +694,6 @@ class _Entry(NamedTuple):
 
 
 def _packed(key: DataKey) -> bytes:
-    """Return the contents of a key's slot, before they are wrapped."""
     tenant, model, session = key.scope
     parts = (key.id, bytes(key.secret), tenant, model, *([session] if session else []))
     entry = msgspec.msgpack.encode(parts)
@@ -695,7 +701,7 @@ def _packed(key: DataKey) -> bytes:
 
 
 def _slots(fd: int) -> Iterator[tuple[bytes, bytes]]:
-    """Yield nonce and contents of each slot behind the header. A slot that is cut short has none."""
+    """Yield the nonce and the wrapped contents of each slot after the header."""
     at = _SLOT_BYTES
     while slot := os.pread(fd, _SLOT_BYTES, at):
         yield slot[:NONCE_BYTES], slot[NONCE_BYTES:]
@@ -703,7 +709,7 @@ def _slots(fd: int) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _write(fd: int, slots: Mapping[int, bytes]) -> None:
-    """Write slots, durably. Raise :class:`OSError`, with ENOSPC if only a part could be written."""
+    """Write slots, durably. Raise :class:`OSError`, with ENOSPC if only a part of a slot could be written."""
     for slot, data in slots.items():
         if os.pwrite(fd, data, slot * _SLOT_BYTES) != len(data):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -711,13 +717,12 @@ def _write(fd: int, slots: Mapping[int, bytes]) -> None:
 
 
 def _rotated(path: Path) -> Path:
-    """Return where a rotation writes the new keyring."""
     return path.with_name(f"{path.name}.new")
 
 
 def _erase_rotated(path: Path, id: bytes) -> None:
-    """Overwrite and remove what an interrupted rotation has left. It has the keys of tenants that may be
-    forgotten later. Leave a file that is no such keyring."""
+    """Overwrite and remove the new keyring of a rotation that was interrupted, because it has the keys of
+    tenants that may be forgotten later. Leave any other file."""
     left = _rotated(path)
     try:
         fd = os.open(left, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -736,16 +741,17 @@ def _erase_rotated(path: Path, id: bytes) -> None:
 
 
 def _wrapped_ring_key(master: bytes, id: bytes, ring_key: bytes) -> bytes:
-    """Return the header's slot. Its contents fit one sector, which a disk writes as a whole or not at all."""
+    """Return the header's slot. Its contents fit into one sector, which a disk writes as a whole or not at
+    all."""
     wrapped = wrap(master, ring_key, _MAGIC + id)
     header = _HEADER.pack(_MAGIC, id, wrapped[:NONCE_BYTES], wrapped[NONCE_BYTES:])
     return header.ljust(_SLOT_BYTES, b"\0")
 
 
 def wrap(key: bytes, plain: bytes, facts: bytes) -> bytes:
-    """Return a random nonce, and ``plain`` sealed with AES-256-GCM under it. The tag covers ``facts``."""
-    # Random nonces of 96 bits: a key wraps far fewer than the 2³² entries that NIST SP 800-38D allows for
-    # them.
+    """Return a random nonce, ``plain`` encrypted with AES-256-GCM, and the tag, which also authenticates
+    ``facts``."""
+    # NIST SP 800-38D allows 2³² random nonces of 96 bits per key, far more than a keyring needs.
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     nonce = secrets.token_bytes(NONCE_BYTES)
@@ -753,7 +759,8 @@ def wrap(key: bytes, plain: bytes, facts: bytes) -> bytes:
 
 
 def unwrap(key: bytes, nonce: bytes, wrapped: bytes, facts: bytes) -> bytes | None:
-    """Return the plain bytes; None if another key wrapped them, or if they were changed."""
+    """Decrypt the bytes of :func:`wrap`. Return None if ``key`` or ``facts`` is another, or the bytes were
+    changed."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 

@@ -1,10 +1,8 @@
 """List the contents of a store directory by identity: pages, tokens, bytes, prompts, ages, hits.
 
-This takes one pass over the facts (56 bytes a page) and one over the records' heads (about 0.5 KiB a page
-read from disk). Token counts follow from the records' lengths. No record is decoded, and no payload is read.
-A million pages take a few seconds. A directory in use cannot be listed, because the index changes under its
-readers.
-"""
+The listing takes one pass over the facts (56 bytes a page) and one pass over the records (about 0.5 KiB a
+page read from disk). Token counts follow from the records' lengths. No payload is read. A million pages take
+a few seconds. A directory in use cannot be listed, because its index changes during the listing."""
 
 from __future__ import annotations
 
@@ -23,10 +21,9 @@ from tierstore.tiers.disk.index_db import IndexDB
 from tierstore.tiers.disk.index_file import check_index, stored_format
 from tierstore.tiers.disk.opening import STORE, StoreMeta, decode_meta, refuse_other_formats
 from tierstore.tiers.disk.page_table import parent_rows
-from tierstore.tiers.disk.records import INLINE, stored_created_s, stored_tokens, token_count
+from tierstore.tiers.disk.records import INLINE, SERIAL_BYTES, stored_created_s, stored_tokens, token_count
 from tierstore.tiers.disk.roots import identity_of, model_name_of
 
-_SERIAL_BYTES = 8
 _HEAD = struct.Struct("<Id")
 _HEADS_DTYPE = np.dtype([("serial", ">u8"), ("tokens", "<u4"), ("created_s", "<f8")])
 
@@ -35,30 +32,30 @@ class Holding(msgspec.Struct, frozen=True, kw_only=True):
     """The pages of one identity. Times are wall-clock seconds; None if there is no page."""
 
     identity: Identity
-    name: str  # name of the model for people; empty if the engine gave none
+    name: str  # the model's name for display; empty if the engine gave none
     pages: int
-    prompts: int  # pages without a page behind them
+    prompts: int  # pages without children
     tokens: int
     bytes: int  # of payload
     inline_pages: int  # pages whose payload is in the index
-    hits: int  # since the pages were saved
+    hits: int  # sum over the pages, since each was saved
     oldest_s: float | None
     newest_s: float | None
     last_used_s: float | None
 
 
 class Listing(msgspec.Struct, frozen=True, kw_only=True):
-    """The contents of a directory. ``lost_pages`` counts pages that no lookup can reach; the next opening
-    removes them."""
+    """The contents of a directory. ``lost_pages`` is the number of pages that no lookup can reach. The next
+    opening removes these pages."""
 
     directory: str
     store: str
     created_s: float
-    holdings: list[Holding]  # the one with the most bytes first
+    holdings: list[Holding]  # in descending order of bytes
     lost_pages: int
-    capacity_bytes: int | None  # the cap at the last opening; None if it was not stored
-    allocated_bytes: int  # everything under the directory
-    extent_bytes: int  # the part in extent files, used or not
+    capacity_bytes: int | None  # the capacity at the last opening; None if it was not stored
+    allocated_bytes: int  # disk space of the directory with everything in it
+    extent_bytes: int  # disk space of the extent files, used or not
     index_bytes: int
 
 
@@ -87,7 +84,7 @@ def list_store(path: Path) -> Listing:
             rows = b"".join(
                 key + _HEAD.pack(token_count(stored_tokens(value), sealed=sealed), stored_created_s(value))
                 for key, value in index_db.entries(b"pages")
-                if len(key) == _SERIAL_BYTES
+                if len(key) == SERIAL_BYTES
             )
         holdings, lost = _holdings(facts, np.frombuffer(rows, _HEADS_DTYPE), roots)
         return _listing(path, meta, holdings, lost)
@@ -112,8 +109,8 @@ def _listing(path: Path, meta: StoreMeta | None, holdings: list[Holding], lost_p
 
 
 def _allocated_bytes(path: Path) -> int:
-    """Return the disk space of a file, or of everything in a directory. Files may appear and vanish
-    meanwhile."""
+    """Return the disk space of a file, or of a directory and everything in it. Files may be created and
+    removed meanwhile."""
     total = 0
     for each in (path, *path.rglob("*")):
         with suppress(FileNotFoundError):
@@ -124,7 +121,7 @@ def _allocated_bytes(path: Path) -> int:
 def _holdings(
     facts: npt.NDArray[np.void], heads: npt.NDArray[np.void], roots: dict[int, bytes]
 ) -> tuple[list[Holding], int]:
-    """Return the pages of each identity, and the number of pages without one."""
+    """Return the pages of each identity, and the number of pages whose identity is unknown."""
     if not len(facts):
         return [], 0
     at = np.searchsorted(heads["serial"], facts["serial"])
@@ -168,7 +165,7 @@ def _holdings(
 
 
 def _tops(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the first row of each row's chain, by doubling."""
+    """Return the row of each row's first ancestor, by pointer doubling."""
     above = np.where(parents >= 0, parents, np.arange(len(parents)))
     while bool(((further := above[above]) != above).any()):
         above = further

@@ -1,7 +1,7 @@
-"""Opening a directory: its contents are checked, and pages that do not fit the present capacity are evicted.
+"""Open a directory: check its contents, and evict pages that do not fit the configured capacity.
 
-After that, the index is scanned once, for eviction and for the free space. Lookups do not wait for the scan,
-because they find their pages in the index. Writes and evictions do.
+Then a background thread scans the index once, for the order of eviction and the free space. Writes and
+evictions wait for the scan. Lookups do not, because they search the index itself.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,7 +32,14 @@ from tierstore.tiers.disk.directory import INDEX, StoreDirectory
 from tierstore.tiers.disk.extents import ExtentFiles
 from tierstore.tiers.disk.fitting import Fitted, evict_down_to, fit
 from tierstore.tiers.disk.forgets import discard_freed, forgotten_in, note_forgotten
-from tierstore.tiers.disk.index_db import ENCODED_FORMAT, FORMAT, SEALED_FORMAT, Change, IndexDB
+from tierstore.tiers.disk.index_db import (
+    ENCODED_FORMAT,
+    FORMAT,
+    MOST_COUNT,
+    SEALED_FORMAT,
+    Change,
+    IndexDB,
+)
 from tierstore.tiers.disk.index_file import DamagedIndexError, IndexFile, check_index, stored_format
 from tierstore.tiers.disk.io import FileIO
 from tierstore.tiers.disk.keyring import Keyring
@@ -58,52 +65,26 @@ _log = logging.getLogger(__name__)
 _SERIALS = 1 << 63
 
 
-@dataclass(frozen=True, slots=True)
-class ScannedPages:
-    """The result of a scan: the pages, and the serials of lost ones, whose parents are gone, or whose places
-    are outside of the space or taken."""
-
-    page_table: PageTable
-    lost: Sequence[int]
-
-
 class _Facts(NamedTuple):
     """The facts of every page in the index, in order of serials."""
 
     facts: npt.NDArray[np.void]
-    parents: npt.NDArray[np.int64]  # the row of each one's parent; -1: a root
-    good: npt.NDArray[np.bool_]  # whether a lookup can reach it
+    parents: npt.NDArray[np.int64]  # the row of each page's parent; -1 if the parent is a root
+    good: npt.NDArray[np.bool_]  # whether a lookup can reach the page
 
 
 def _read_facts(index_db: IndexDB) -> _Facts:
     """Read the facts. Raise :class:`OSError` if the disk fails."""
     facts = index_db.facts()
-    facts = facts[facts["serial"] < _SERIALS]  # any other key is damaged
+    facts = facts[facts["serial"] < _SERIALS]  # a greater serial is damage
     parents = parent_rows(facts)
     roots = np.fromiter(index_db.roots(), np.uint64)
     rooted = (parents >= 0) | np.isin(facts["parent"], roots)
     return _Facts(facts, parents, reachable(parents, rooted & (facts["parent"] < facts["serial"])))
 
 
-def scan_index(index_db: IndexDB, space: Space, worths: Mapping[int, int], *, keyed: bool) -> ScannedPages:
-    """Read the facts of every page, and its key if sessions may have keys (``keyed``), and claim the places
-    they name. ``worths`` are those of the roots. Raise :class:`OSError` if the disk fails."""
-    facts, parents, good = _read_facts(index_db)
-    serials = facts["serial"].astype(np.int64)
-    rows = np.flatnonzero(good)
-    claimed = space.claim(facts["place"][rows].tolist(), facts["nbytes"][rows].tolist())
-    good[rows] = claimed
-    kept = reachable(parents, good)
-    unclaimed = np.flatnonzero(good & ~kept)
-    space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
-    page_table = PageTable(facts[kept], worths, keyed=keyed)
-    if keyed:
-        page_table.set_keys(*index_db.key_numbers())
-    return ScannedPages(page_table, serials[~kept].tolist())
-
-
 class IndexScan:
-    """A scan that runs beside lookups. ``page_table`` is None until it has succeeded."""
+    """A scan of the index on a thread of its own. ``page_table`` is None until the scan has succeeded."""
 
     def __init__(
         self,
@@ -115,9 +96,11 @@ class IndexScan:
         check: IndexFile | None,
         waited_for: bool,
     ) -> None:
-        """``keyed`` says whether sessions may have keys. ``check`` is the index's file if its payloads
-        have not been checked yet: no page may leave before. Damage is logged, unless the scan is
-        ``waited_for``; then the caller reports :attr:`error`."""
+        """Start the scan. It claims the places of all pages in ``space``. ``worths`` are those of the roots.
+        With ``keyed`` (sessions may have keys), it also reads the number of each page's encryption key.
+        ``check`` is the index's file if its payloads have not been checked yet; the scan checks them first,
+        because no page may be removed before that. Damage is logged, unless the scan is ``waited_for``: then
+        the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
         self.error: Exception | None = None
         self.lost_pages = 0
@@ -139,59 +122,69 @@ class IndexScan:
         try:
             if self._check is not None:
                 self._check.check_payloads()
-            scan = scan_index(self._index_db, self._space, self._worths, keyed=self._keyed)
-            self._forget(scan.lost)
-            self.lost_pages = len(scan.lost)
-            self.page_table = scan.page_table
+            self.page_table = self._scan()
         except DamagedIndexError as error:
             self.error = error
             if not self._waited_for:
                 _log.error("disk tier: nothing will be written: %s", error)
-        except Exception as error:  # noqa: BLE001  # an unreadable index, to which nothing is written then
+        except Exception as error:  # noqa: BLE001  # after any error, the store writes nothing to the index
             self.error = error
             _log.error("disk tier: the index could not be read, nothing will be written", exc_info=error)
 
-    def _forget(self, lost: Sequence[int]) -> None:
+    def _scan(self) -> PageTable:
+        """Return the table of all pages, and delete lost pages from the index. A page is lost if one of its
+        ancestors is missing, or if its place is outside of the extent space or belongs to another page. Raise
+        :class:`OSError` if the disk fails."""
+        facts, parents, good = _read_facts(self._index_db)
+        rows = np.flatnonzero(good)
+        good[rows] = self._space.claim(facts["place"][rows].tolist(), facts["nbytes"][rows].tolist())
+        kept = reachable(parents, good)
+        unclaimed = np.flatnonzero(good & ~kept)
+        self._space.unclaim(facts["place"][unclaimed].tolist(), facts["nbytes"][unclaimed].tolist())
+        page_table = PageTable(facts[kept], self._worths, keyed=self._keyed)
+        if self._keyed:
+            page_table.set_keys(*self._index_db.key_numbers())
+        lost: list[int] = facts["serial"][~kept].tolist()
+        self.lost_pages = len(lost)
         try:
             self._index_db.forget(lost)
-        except OSError as error:  # the index is too full even for deletions: the next opening tries again
+        except OSError as error:  # the index is too full even to delete pages: the next opening tries again
             _log.warning("disk tier: %d lost pages remain in the index: %s", len(lost), error)
+        return page_table
 
 
 STORE = b"store"
-MOST_COUNT = 1 << 62  # greater than any serial or tick of a real store
-_MOVING_FORMAT = 1000 + FORMAT  # marked an index of earlier versions whose pages were partly in another file
+_MOVING_FORMAT = 1000 + FORMAT  # of earlier versions: a part of the index was in another file
 _EMPTY_MAP_BYTES = 1 << 20
 _EMPTY_INDEX = 96 * KIB  # size of an index without pages, with its lock file
-_BATCH_PAGES = 1024  # pages copied at a time to a smaller index
-_NEXT_TRY = 63 / 64  # share of the pages that fitted, for the next try with a smaller index
+_BATCH_PAGES = 1024  # pages per transaction when the index is copied to a smaller file
+_NEXT_TRY = 63 / 64  # if not all pages fitted into the smaller file, the next try has 1/64 less than fitted
 _SPARE = 32 * KIB  # for LMDB's lists of free pages
-_QUICKLY_SCANNED = 50_000  # pages: scanning them takes a tenth of a second, for which opening may wait
+_QUICKLY_SCANNED = 50_000  # up to this many pages, opening waits for the scan: it takes 0.1 s
 
 
 class StoreMeta(msgspec.Struct, kw_only=True):
-    """The metadata of a directory. Fields may be added within a format: older versions ignore them, and a
-    missing field has the default value."""
+    """The metadata of a directory. New fields need no new format: older versions ignore them, and a missing
+    field has the default value."""
 
     identity: str
     created_s: float
     unit_bytes: int
     file_bytes: int
     calibration: DiskCalibration | None = None
-    capacity_bytes: int | None = None  # the cap at the last opening
-    extent_bytes: int | None = None  # the extent space in whose slots the pages are …
-    moving: bool = False  # … except for pages that this opening has moved to slots of another one
+    capacity_bytes: int | None = None  # the capacity at the last opening
+    extent_bytes: int | None = None  # size of the extent space: all pages are in its slots, unless ``moving``
+    moving: bool = False  # True while an opening moves pages to the slots of an extent space of another size
     codecs: list[str] = []  # codecs that may have encoded pages: each must be available
-    keyring: str = ""  # id of the keyring with the keys of its pages; empty: they are not encrypted
+    keyring: str = ""  # id of the keyring with the keys of the pages; empty: pages are not encrypted
 
 
 @dataclass(slots=True)
 class OpenedParts:
-    """The parts of a disk tier."""
+    """The components of an open disk tier."""
 
     directory: StoreDirectory
     layout: SpaceLayout
-    meta: StoreMeta
     index_db: IndexDB
     extents: ExtentFiles
     payloads: Payloads
@@ -212,9 +205,9 @@ def open_parts(
     codec: Codec | None = None,
     keyring: Keyring | None = None,
 ) -> OpenedParts:
-    """Lock and open ``path``. Its index is checked before LMDB opens it. ``policy`` decides which pages leave
-    if there are too many for ``layout``. ``codec`` will be used for new pages, and they will be encrypted
-    with the keys of the ``keyring`` (None: not encrypted).
+    """Lock and open ``path``. Its index is checked before LMDB opens it. ``policy`` decides which pages are
+    evicted if there are too many for ``layout``. New pages will be encoded by ``codec``, and encrypted with
+    the keys of the ``keyring`` (None: not encrypted).
 
     Raise :class:`StoreUnavailableError` for a directory that cannot be used; such a directory is not changed.
     """
@@ -259,8 +252,10 @@ def refuse_other_formats(directory: StoreDirectory) -> None:
 
 
 def make_index(directory: StoreDirectory, io: FileIO) -> None:
-    """Create an empty index if there is none. It is written under another name first, since LMDB does not
-    sync its first pages, and half of them are no index. Raise :class:`OSError` if that fails."""
+    """Create an empty index if the directory has none. Raise :class:`OSError` if that fails.
+
+    The file is written under another name first, because LMDB does not sync its first pages, and a crash
+    could leave an incomplete index."""
     if directory.index.exists() and directory.index.stat().st_size:
         return
     with IndexDB(directory.new_index, map_bytes=_EMPTY_MAP_BYTES) as new:
@@ -270,47 +265,36 @@ def make_index(directory: StoreDirectory, io: FileIO) -> None:
     directory.remove_leftovers(io)
 
 
+@dataclass(slots=True)
 class _Opening:
-    """The steps of opening a locked directory of a known format."""
+    """The opening of a locked directory whose format is known."""
 
-    def __init__(
-        self,
-        directory: StoreDirectory,
-        layout: SpaceLayout,
-        inline_bytes: int,
-        io_threads: int,
-        io: FileIO,
-        index: IndexFile | None,
-        policy: Policy,
-        codec: Codec | None,
-        keyring: Keyring | None,
-    ) -> None:
-        self._policy = policy
-        self._codec = codec
-        self._keyring = keyring.id if keyring is not None else ""
-        self._keyed = keyring is not None and keyring.keeps_sessions
-        self._directory = directory
-        self._layout = layout
-        self._inline_bytes = inline_bytes
-        self._io_threads = io_threads
-        self._io = io
-        self._index = index  # as found: checked except for its payloads
-        self._taken_before = directory.allocated_bytes()
-        self._unit_before: int | None = None
-        self._fitted: Fitted | None = None  # None: nothing had to be evicted or moved
+    _directory: StoreDirectory
+    _layout: SpaceLayout
+    _inline_bytes: int
+    _io_threads: int
+    _io: FileIO
+    _index: IndexFile | None  # None if its payloads have been checked already
+    _policy: Policy
+    _codec: Codec | None
+    _keyring: Keyring | None
+    _taken_before: int = 0
+    _unit_before: int | None = None
+    _fitted: Fitted | None = None  # None: nothing had to be evicted or moved
 
     def parts(self) -> OpenedParts:
-        """Return the parts, as :func:`open_parts` does."""
+        """Open the directory, as :func:`open_parts` does."""
+        self._taken_before = self._directory.allocated_bytes()
         self._make_files()
         with ExitStack() as opened:
             index_db = self._open_index(opened)
             stored = index_db.get_meta(STORE)
             before = decode_meta(stored, self._directory.path) if stored else None
             if before is not None:
-                require_keyring(before, self._keyring, self._directory.path)
-            if before is not None and self._share_out(index_db, before):
-                index_db.close()
-                index_db = self._open_index(opened)
+                require_keyring(before, self._keyring_id(), self._directory.path)
+                if self._share_out(index_db, before):
+                    index_db.close()
+                    index_db = self._open_index(opened)
             meta = self._meta(before)
             serials = self._serials(index_db)
             extents, payloads = self._open_extents(opened, meta)
@@ -344,16 +328,25 @@ class _Opening:
         fitted = self._fitted or Fitted()
         self._log_fitted(fitted)
         return OpenedParts(
-            self._directory, self._layout, meta, index_db, extents, payloads, space, scan, serials, fitted
+            self._directory, self._layout, index_db, extents, payloads, space, scan, serials, fitted
         )
 
+    def _keyring_id(self) -> str:
+        return self._keyring.id if self._keyring is not None else ""
+
     def _make_files(self) -> None:
-        """Make the files that are missing, and remove those that nothing refers to."""
+        """Create missing files, and remove files that are not needed any more."""
         self._directory.extents.mkdir(exist_ok=True, mode=0o700)
         self._directory.remove_leftovers(self._io)
-        if self._directory.damaged_index.exists():  # fsck has kept it for a person until now
+        if self._directory.damaged_index.exists():  # fsck keeps a damaged index until the next opening
             self._io.unlink(self._directory.damaged_index)
         make_index(self._directory, self._io)
+
+    def _check_payloads(self) -> None:
+        """Finish the check of the index, which must be complete before any page is removed."""
+        if self._index is not None:
+            self._index.check_payloads()
+            self._index = None
 
     def _open_index(self, opened: ExitStack) -> IndexDB:
         index_db = IndexDB(self._directory.index, map_bytes=self._layout.index_bytes)
@@ -374,24 +367,25 @@ class _Opening:
         return extents, payloads
 
     def _store_meta(self, index_db: IndexDB, meta: StoreMeta) -> None:
-        """Write the metadata of the opened store. Its pages are in the present space from here on."""
+        """Write the metadata of the opened store. All pages are in slots of its extent space now."""
         meta.capacity_bytes = self._layout.capacity_bytes
         meta.extent_bytes = self._layout.extent_bytes
         meta.moving = False
         if self._codec is not None and self._codec.name not in meta.codecs:
             meta.codecs.append(self._codec.name)
-        index_db.put_meta(_encoded(meta), format=_format(meta))
+        _put_meta(index_db, meta)
         # The names of the files must also survive a power loss.
         self._io.sync_directory(self._directory.path)
         self._io.sync_directory(self._directory.path.parent)
 
     def _share_out(self, index_db: IndexDB, before: StoreMeta) -> bool:
-        """Keep enough space for pages of another size that were saved before. Return whether this changes the
-        shares of the cap. Raise :class:`OSError` if the index cannot be read."""
+        """Change the shares of the index and the extents in the capacity, if pages that were saved with other
+        shares need it. Return whether the shares have changed. Raise :class:`OSError` if the index cannot be
+        read."""
         layout = self._layout
         if before.extent_bytes == layout.extent_bytes:
             return False
-        # The pages in the extents are only read if the extents shrink below the half that they may keep.
+        # Stored pages can claim up to half of the capacity for the extents, so a larger share needs no check.
         reads = layout.extent_bytes < layout.capacity_bytes // 2
         needed = needed_index_bytes(index_db.usage), _extents_end(index_db) if reads else 0
         share = min(layout.capacity_bytes / (before.capacity_bytes or layout.capacity_bytes), 1)
@@ -400,24 +394,24 @@ class _Opening:
         return self._layout != layout
 
     def _meta(self, meta: StoreMeta | None) -> StoreMeta:
-        """Return the metadata for this opening; ``meta`` is the stored one."""
+        """Return the metadata for this opening; ``meta`` is the stored metadata, if there is any."""
         unit = unit_bytes(self._layout.extent_bytes, meta.unit_bytes if meta else None)
         if meta is not None:
             require_codecs(meta, self._directory.path)
             self._unit_before = meta.unit_bytes
             meta.unit_bytes = unit
-            meta.keyring = self._keyring
+            meta.keyring = self._keyring_id()
             return meta
         return StoreMeta(
             identity=uuid.uuid4().hex,
             created_s=time.time(),
             unit_bytes=unit,
             file_bytes=file_bytes(self._layout.extent_bytes),
-            keyring=self._keyring,
+            keyring=self._keyring_id(),
         )
 
     def _serials(self, index_db: IndexDB) -> Serials:
-        # The counter has no checksum of its own, and must never give out a serial twice.
+        # The stored counter has no checksum. A serial must never be used twice.
         next_serial = max(index_db.next_serial, index_db.last_serial + 1)
         if max(next_serial, index_db.tick) >= MOST_COUNT:
             raise DamagedIndexError(self._directory.index, "its counters are impossible")
@@ -435,7 +429,7 @@ class _Opening:
             index_db,
             space,
             serials.worths,
-            keyed=self._keyed,
+            keyed=self._keyring is not None and self._keyring.keeps_sessions,
             check=self._index,
             waited_for=quick,
         )
@@ -446,13 +440,12 @@ class _Opening:
         return space, scan
 
     def _drop_removed_codecs(self, index_db: IndexDB, meta: StoreMeta) -> None:
-        """Delete the pages of removed codecs. The scan deletes the pages behind them."""
+        """Delete pages that were encoded by codecs which tierstore no longer has. The scan later deletes the
+        pages below them."""
         removed = [name for name in meta.codecs if name in codecs.REMOVED]
         if not removed:
             return
-        if self._index is not None:  # no page may leave before this
-            self._index.check_payloads()
-            self._index = None
+        self._check_payloads()
         numbers = set(codecs.REMOVED.values())
         serials = [serial for serial, record in index_db.scan() if record and record.codec in numbers]
         index_db.forget(serials)
@@ -465,19 +458,17 @@ class _Opening:
         )
 
     def _finish_forgets(self, index_db: IndexDB, payloads: Payloads) -> None:
-        """Overwrite and delete pages that were forgotten, and that a crash has kept in the index. The scan
-        deletes the pages behind them."""
+        """Overwrite and delete pages that were forgotten, but are still in the index after a crash. The scan
+        later deletes the pages below them."""
         noted = forgotten_in(index_db)
         if not noted:
             return
-        if self._index is not None:  # no page may leave before this
-            self._index.check_payloads()
-            self._index = None
+        self._check_payloads()
         found = index_db.records(sorted(noted))
         records = [
             record for record in found if record is not None and noted[record.serial] == record.created_s
         ]
-        end = self._layout.extent_bytes  # what is behind it is cut off
+        end = self._layout.extent_bytes  # everything behind this byte will be cut off
         payloads.erase(
             [
                 Removal(record.serial, record.parent, record.place, record.room)
@@ -497,23 +488,21 @@ class _Opening:
             _log.info("disk tier: removed %d forgotten pages from %s", len(records), self._directory.path)
 
     def _is_resized(self, meta: StoreMeta) -> bool:
-        """Return whether pages are in slots of another space than the present one, as far as known."""
+        """Return whether pages may be in slots of an extent space of another size or unit."""
         slots = (meta.extent_bytes, self._unit_before)
         return meta.moving or slots != (self._layout.extent_bytes, meta.unit_bytes)
 
     def _fit(
         self, meta: StoreMeta, extents: ExtentFiles, payloads: Payloads, worths: Mapping[int, int]
     ) -> None:
-        """Fit the pages into the present space; see fitting.py. Raise :class:`OSError` and
+        """Fit the pages into the extent space of this opening; see fitting.py. Raise :class:`OSError` and
         :class:`DamagedIndexError`."""
-        if self._index is not None:
-            self._index.check_payloads()
-            self._index = None  # about to change
-        # As large as it was: deletions in it take room.
+        self._check_payloads()
+        # Open with the old map size: deletions need free pages, and a smaller map could be full.
         with IndexDB(self._directory.index, map_bytes=0) as index_db:
             found = _read_facts(index_db)
-            # After a crash, the next opening must look where the pages are, even with another capacity.
-            index_db.put_meta(_encoded(replace_struct(meta, moving=True)), format=_format(meta))
+            # After a crash, ``moving`` makes the next opening check all places, also with equal capacity.
+            _put_meta(index_db, replace_struct(meta, moving=True))
             room = self._layout.extent_bytes
             space = SlabAllocator(room, unit_bytes=meta.unit_bytes) if room >= slot_bytes(1) else None
             good = found.facts[found.good]
@@ -535,16 +524,17 @@ class _Opening:
         )
 
     def _shrink_index(self, meta: StoreMeta, page_table: PageTable) -> None:
-        """Replace an index whose file is larger than its share. (LMDB's file never shrinks.)
+        """Replace an index whose file is larger than its share of the capacity by a smaller file, because an
+        LMDB file never shrinks.
 
-        The new file gets the pages that the policy evicts last, as many as fit beside the old file. Both
-        files count against the larger of the present cap and the last one. The old file is the index until
-        the new one gets its name, and loses only pages that are to be evicted. Removes pages from
-        ``page_table``. Raise :class:`OSError` if that fails.
+        The new file gets the pages that the policy would evict last, as many as fit beside the old file. Both
+        files together may take the capacity of the last or of this opening, whichever is larger. The old file
+        remains the index until the new file is renamed to it, and loses only pages that must be evicted. The
+        evicted pages are removed from ``page_table``. Raise :class:`OSError` if that fails.
         """
         most_bytes = max(meta.capacity_bytes or self._taken_before, self._layout.capacity_bytes)
         before = len(page_table)
-        # As large as it was: deletions in it take room.
+        # Open with the old map size: deletions need free pages, and a smaller map could be full.
         with IndexDB(self._directory.index, map_bytes=0) as old:
             self._make_room_beside(old, meta, page_table, most_bytes)
             room = most_bytes - self._directory.allocated_bytes() >= _EMPTY_INDEX
@@ -568,35 +558,39 @@ class _Opening:
     def _make_room_beside(
         self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int
     ) -> None:
-        """If the old index leaves the new one too little room, delete the pages that the new one cannot hold,
-        and return the old one's free pages to the file system. Raise :class:`OSError` if that fails."""
+        """If the old index file leaves too little room for the new file, delete the pages that the new file
+        cannot hold, and return the old file's free pages to the file system. Raise :class:`OSError` if that
+        fails."""
         taken, used = self._directory.index.stat().st_blocks * 512, old.usage.used_bytes
         room = most_bytes - (self._directory.allocated_bytes() - taken) - 2 * _SPARE
         if taken + min(used, self._layout.index_bytes) <= room:
             return
         total = _index_cost(page_table)
-        # share of the present contents: both files hold the same
+        # the share of the contents that can stay: at the end of the copy, both files hold all of it
         share = min(self._layout.index_bytes, room // 2) / used
         if share < 1:
             serials = set(page_table.places())
             evict_down_to(int(total * share), total, page_table, self._policy)
             old.forget(sorted(serials.difference(page_table.places())))
-        # Commit once more, since LMDB may return to its last state but one.
-        old.put_meta(_encoded(meta), format=_format(meta))
+        # After a crash, LMDB may return to the state before the last commit. This commit makes that state one
+        # without the deleted pages.
+        _put_meta(old, meta)
         try:
             IndexFile(self._directory.index).give_back_free_pages(self._io)
-        except OSError as error:  # not every file system can do it; then fewer pages fit
+        except OSError as error:  # some file systems cannot free parts of a file; then fewer pages fit
             _log.warning("disk tier: %s keeps its blocks for now: %s", self._directory.index, error)
 
     def _write_index(self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int) -> int:
-        """Write a new index with the pages of ``page_table``, as long as there is room. Return the cost of
-        the pages in it (:func:`index_cost`)."""
+        """Write a new index with as many pages of ``page_table`` as there is room for. Return the sum of
+        :func:`index_cost` of the written pages."""
         places = page_table.places()
-        serials = sorted(places)  # ascending serials fill the leaves; others split them in halves
+        serials = sorted(
+            places
+        )  # ascending serials fill LMDB's leaves; in another order, leaves are half full
         ends = np.cumsum([index_cost(nbytes, place) for place, nbytes in map(places.__getitem__, serials)])
         done = copied = 0
         with IndexDB(self._directory.new_index, map_bytes=self._layout.index_bytes) as new:
-            new.put_meta(_encoded(meta), format=_format(meta))
+            _put_meta(new, meta)
             new.apply(Change(roots=old.roots(), next_serial=old.next_serial, tick=old.tick))
             while copied < len(serials):
                 free = most_bytes - self._directory.allocated_bytes() - _SPARE
@@ -604,8 +598,8 @@ class _Opening:
                     free - tree_headroom(new.usage.tree_bytes + free // 4),
                     index_room(new.map_bytes, new.usage),
                 )
-                # A quarter of the room at a time: the size of a page in the index is known only after it was
-                # written.
+                # Fill a quarter of the room at a time, because the real size of a page in the index is known
+                # only after it was written.
                 end = max(int(np.searchsorted(ends, done + room // 4, side="right")), copied + 1)
                 batch = serials[copied : min(end, copied + _BATCH_PAGES)]
                 cost = int(ends[copied + len(batch) - 1]) - done
@@ -621,13 +615,14 @@ class _Opening:
     def _calibrate(self, payloads: Payloads, extents: ExtentFiles) -> DiskCalibration | None:
         try:
             return calibrate(payloads, extents, io_threads=self._io_threads)
-        except OSError as error:  # a full disk does not prevent opening
+        except OSError as error:  # the store opens even if the disk is full
             _log.warning("disk tier: could not measure the disk in %s: %s", self._directory.path, error)
             return None
 
 
 def _extents_end(index_db: IndexDB) -> int:
-    """Return the end of the last page in the extents. Raise :class:`OSError` if the index cannot be read."""
+    """Return the offset at which the last page in the extents ends. Raise :class:`OSError` if the index
+    cannot be read."""
     facts = _read_facts(index_db).facts
     facts = facts[facts["place"] != INLINE]
     ends = facts["place"].astype(np.int64) + facts["nbytes"]
@@ -639,7 +634,8 @@ def _index_cost(page_table: PageTable) -> int:
 
 
 def decode_meta(stored: bytes, path: Path) -> StoreMeta:
-    """Decode the value under :data:`STORE`. Raise :class:`StoreUnavailableError` if it is damaged."""
+    """Decode the metadata of the directory ``path``. Raise :class:`StoreUnavailableError` if it is
+    damaged."""
     try:
         meta = msgspec.json.decode(stored, type=StoreMeta)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -658,7 +654,7 @@ def require_codecs(meta: StoreMeta, path: Path) -> None:
                 "upgrade it, or give another directory"
             )
         if name == "lossless" or name in codecs.REMOVED:
-            continue  # the first is always available; pages of the others are removed
+            continue  # "lossless" is always available, and pages of removed codecs are deleted
         try:
             codecs.by_name(name)
         except UsageError as error:
@@ -666,8 +662,8 @@ def require_codecs(meta: StoreMeta, path: Path) -> None:
 
 
 def require_keyring(meta: StoreMeta, keyring: str, path: Path) -> None:
-    """Raise :class:`StoreUnavailableError` if a store with the keyring of this id (empty: none) would save or
-    serve pages in another form than the directory has. Log it if its pages need another keyring."""
+    """Raise :class:`StoreUnavailableError` if the directory's pages are encrypted and ``keyring`` (an id) is
+    empty, or the other way round. Log a warning if the pages were encrypted with another keyring."""
     if meta.keyring and not keyring:
         raise StoreUnavailableError(
             f"the pages in {path} are encrypted: give --disk-key (disk_key), or another directory"
@@ -686,11 +682,7 @@ def require_keyring(meta: StoreMeta, keyring: str, path: Path) -> None:
         )
 
 
-def _format(meta: StoreMeta) -> int:
-    if meta.keyring:
-        return SEALED_FORMAT
-    return ENCODED_FORMAT if meta.codecs else FORMAT
-
-
-def _encoded(meta: StoreMeta) -> dict[bytes, bytes]:
-    return {STORE: msgspec.json.encode(meta)}
+def _put_meta(index_db: IndexDB, meta: StoreMeta) -> None:
+    plain = ENCODED_FORMAT if meta.codecs else FORMAT
+    values = {STORE: msgspec.json.encode(meta)}
+    index_db.put_meta(values, format=SEALED_FORMAT if meta.keyring else plain)

@@ -1,12 +1,13 @@
-"""A few numbers about every durable page, in memory, and the order of eviction.
+"""A table in memory with a few numbers about every durable page, and the order of eviction.
 
 A store may have millions of pages on disk, most of them from earlier runs. Their records stay in the index on
-disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are here: one row per
-page, 84 bytes in columns (92 if sessions have keys). A million pages take 84 MB, are read in a second at
-open, and are sorted by a policy in one operation.
+disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are in this table: one
+row per page, 84 bytes in columns (92 if sessions have keys). A million pages take 84 MB and are read in a
+second at open. A policy sorts all pages in one numpy operation.
 
-If a damaged page is removed while pages below it stay, its row becomes a *tombstone*. It keeps their position
-until the page is saved again under its old serial, or the last page below it leaves.
+If a damaged page is removed while pages below it stay, its row becomes a *tombstone*. The tombstone keeps
+these pages connected to the page's parent. It ends when the page is saved again under its old serial, or
+when the last page below it is removed.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from tierstore.tiers.slabs import slot_bytes
 def parent_rows(
     facts: npt.NDArray[np.void] | Mapping[str, npt.NDArray[np.int64]],
 ) -> npt.NDArray[np.int64]:
-    """Return the row of each row's parent; -1 if the parent is not among them. A parent has a lower serial.
-    Any other parent is damage and counts as missing, so that no row is its own ancestor."""
+    """Return the row of each page's parent; -1 if the parent has no row. A parent with a higher serial than
+    its child is damage and counts as missing, so that no page is its own ancestor."""
     serials = facts["serial"].astype(np.int64)
     parents = facts["parent"].astype(np.int64)
     if not len(serials):
@@ -44,8 +45,8 @@ def parent_rows(
 
 
 def depths(parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the number of each row's ancestors, by doubling: the passes are log₂ of the chunks in the
-    deepest prompt."""
+    """Return the number of each row's ancestors, by pointer doubling. The number of passes is log₂ of the
+    largest depth."""
     depth = (parents >= 0).astype(np.int64)
     jump = parents.copy()
     while (jumping := np.flatnonzero(jump >= 0)).size:
@@ -67,14 +68,14 @@ def reachable(parents: npt.NDArray[np.int64], good: npt.NDArray[np.bool_]) -> np
 # -- the order of eviction ---------------------------------------------------------------------------
 
 
-_SAMPLE = 1 << 15  # pages; enough to estimate a share to 1 % of it
+_SAMPLE = 1 << 15  # pages; enough to estimate a share of all bytes with an error of 1 %
 _INLINE_CLASS = 0
-_NEAR_SHARE = 1 / 32  # share of all bytes: pages in it count as bad as the very worst
-_NEAR_STEPS = 8  # the share is computed again after 1/8 of it has left
+_NEAR_SHARE = 1 / 32  # share of all bytes: the worst pages up to this share count as equally bad
+_NEAR_STEPS = 8  # the score of this share is computed again after 1/8 of the share's bytes were removed
 
 
 class LeavingEntry(NamedTuple):
-    """A page at the time of sorting. If it was used since, its tick differs."""
+    """A page at the time of sorting. If the page was used since then, its tick is another now."""
 
     score: float
     serial: int
@@ -83,7 +84,8 @@ class LeavingEntry(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """The inputs of the order, one array each."""
+    """The facts by which pages are ordered: one array for each fact. All but the first two are those of
+    :class:`~tierstore.policy.PageFacts`, in the same order."""
 
     serial: npt.NDArray[np.integer[Any]]
     place: npt.NDArray[np.integer[Any]]
@@ -96,15 +98,7 @@ class Facts(NamedTuple):
     worth: npt.NDArray[np.integer[Any]]
 
     def scores(self, policy: Policy) -> npt.NDArray[np.float64]:
-        facts = PageFacts(
-            self.nbytes,
-            self.depth,
-            self.tick,
-            self.hits,
-            self.reuse,
-            self.priority,
-            self.worth,
-        )
+        facts = PageFacts(*self[2:])
         return np.broadcast_to(np.asarray(policy.score(facts), np.float64), self.serial.shape)
 
     def take(self, rows: npt.NDArray[np.intp]) -> Facts:
@@ -112,12 +106,13 @@ class Facts(NamedTuple):
 
 
 class LeavingOrder:
-    """Pages in the order of eviction. No page leaves before those below it, and the last pages of a prompt
-    were usually written last. So most of the worst pages have to wait for better ones."""
+    """Pages in the order of eviction. A page must not be evicted before the pages below it, and the last
+    pages of a prompt were usually written last. So most of the worst pages have to wait for pages with a
+    better score."""
 
     def __init__(self, entries: Iterable[LeavingEntry]) -> None:
         self._entries = deque(entries)
-        self._held_up: dict[int, LeavingEntry] = {}  # by serial
+        self._held_up: dict[int, LeavingEntry] = {}  # entries that have to wait, by serial
 
     def __bool__(self) -> bool:
         return bool(self._entries)
@@ -127,7 +122,7 @@ class LeavingOrder:
         return self._entries[0]
 
     def take(self) -> None:
-        """Remove the first entry, which the caller handles."""
+        """Remove the first entry."""
         self._entries.popleft()
 
     def hold_up(self, entry: LeavingEntry) -> None:
@@ -135,16 +130,16 @@ class LeavingOrder:
         self._held_up[entry.serial] = entry
 
     def drop(self, serial: int) -> None:
-        """Record that no pages are below this one any more. If it was set aside, it becomes the first
-        entry."""
+        """Record that there are no pages below this one any more. If its entry was set aside, the entry
+        becomes the first one."""
         entry = self._held_up.pop(serial, None)
         if entry is not None:
             self._entries.appendleft(entry)
 
 
 def size_class(place: int, nbytes: int) -> int:
-    """Return the size class of a page. Pages of one class can use each other's room: the class is the slot
-    size, or one class for all pages in the index."""
+    """Return the size class of a page: the slot size, or one common class for all inline pages. A page can
+    use the freed room of another page of its class."""
     return _INLINE_CLASS if place < 0 else slot_bytes(nbytes)
 
 
@@ -154,15 +149,9 @@ def size_classes(facts: Facts) -> npt.NDArray[np.integer[Any]]:
     return np.where(facts.place < 0, _INLINE_CLASS, np.maximum(-(-facts.nbytes // unit), 1) * unit)
 
 
-def commonest_class(facts: Facts) -> int | None:
-    """Return the size class with the most pages; None if there are no pages."""
-    classes, pages = np.unique(size_classes(facts), return_counts=True)
-    return int(classes[np.argmax(pages)]) if len(classes) else None
-
-
 def worst_first(facts: Facts, policy: Policy, count: int) -> list[LeavingEntry]:
-    """Return at least ``count`` of the pages (or all), worst first by ``policy``; among equals the deepest
-    first."""
+    """Return at least ``count`` of the pages (or all), worst first by ``policy``. Of pages with equal scores,
+    the deepest comes first."""
     scores = facts.scores(policy)
     latest = int(facts.tick.max(initial=0))
     if count < len(scores):
@@ -174,8 +163,8 @@ def worst_first(facts: Facts, policy: Policy, count: int) -> list[LeavingEntry]:
 
 
 def worst_share(facts: Facts, policy: Policy, share: float) -> float:
-    """Return the score up to which the worst pages have together this share of all bytes. For many pages,
-    this is an estimate from a sample."""
+    """Return the score such that all pages with this score or a worse one have together ``share`` of all
+    bytes. For many pages, this is an estimate from a sample."""
     step = -(-len(facts.serial) // _SAMPLE) or 1
     some = facts.take(np.arange(0, len(facts.serial), step))
     scores = some.scores(policy)
@@ -187,14 +176,13 @@ def worst_share(facts: Facts, policy: Policy, share: float) -> float:
 
 
 class NearWorst:
-    """The score up to which pages are nearly as bad as the worst, cached until it has changed."""
+    """The score up to which pages count as bad as the worst page, cached until enough pages were removed."""
 
     def __init__(self) -> None:
         self._score = -np.inf
-        self._bytes = 0  # bytes to leave until it is computed again
+        self._bytes = 0  # the score is computed again after this many bytes were removed
 
-    def left(self, nbytes: int) -> None:
-        """Record that ``nbytes`` have left."""
+    def removed(self, nbytes: int) -> None:
         self._bytes -= nbytes
 
     def score(self, policy: Policy, facts: Callable[[], Facts]) -> float:
@@ -206,11 +194,11 @@ class NearWorst:
 
 
 _LEAST_ROWS = 1024
-_ORDERED_FRACTION = 64  # sort 1/64 of the pages at once: a pass over a million takes 50 ms …
-_LEAST_ORDERED = 1024  # … and a pass over few takes no longer than sorting this many
+_ORDERED_FRACTION = 64  # sort the worst 1/64 of the pages at once: a pass over a million pages takes 50 ms
+_LEAST_ORDERED = 1024  # sort at least this many pages: that takes no longer than the pass
 _END = LeavingEntry(np.inf, -1, 0)
 _NO_WORTHS: Mapping[int, int] = {}
-_EXPIRY_S = 1.0  # between two searches for expired hints
+_EXPIRY_S = 1.0  # least time between two searches for expired hints
 _COLUMNS = {
     "serial": np.int64,
     "parent": np.int64,
@@ -228,7 +216,7 @@ _COLUMNS = {
     "session": np.int64,
     "worth": np.int8,
 }
-_KEYED_COLUMNS = {**_COLUMNS, "key": np.int64}  # key_number of its key; 0 for a tombstone
+_KEYED_COLUMNS = {**_COLUMNS, "key": np.int64}  # key_number of the page's encryption key; 0 for a tombstone
 
 
 class PageTable:
@@ -241,17 +229,18 @@ class PageTable:
         *,
         keyed: bool = False,
     ) -> None:
-        """Take over ``facts`` (``FACTS_DTYPE``, in order of serials). The parent of each must be among them
-        or a root. ``worths`` are those of the roots that have one (``Serials.worths``). It may grow. With
-        ``keyed``, rows also have the numbers of keys: all records are sealed, and sessions may have keys."""
+        """Copy ``facts`` (``FACTS_DTYPE``, in order of serials). The parent of each page must be in ``facts``
+        or be a root. ``worths`` has the worth of each root that has one (``Serials.worths``), and may grow
+        later. With ``keyed``, rows also have the numbers of encryption keys; then all records are sealed, and
+        sessions may have keys."""
         self._worths = worths
         self._lock = threading.Lock()
         self._rows = 0 if facts is None else len(facts)
         self._alive = self._rows
-        # The rest of the last sorting: of all pages, and of single size classes.
+        # Remaining entries of the last sorting, by size class; None: of all pages.
         self._orders: dict[int | None, LeavingOrder] = {}
         self._near = NearWorst()
-        self._expires_s = np.inf  # no hint expires before
+        self._expires_s = np.inf  # no hint expires before this time
         size = max(self._rows * 9 // 8, _LEAST_ROWS)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: np.zeros(size, dtype) for name, dtype in (_KEYED_COLUMNS if keyed else _COLUMNS).items()
@@ -268,7 +257,7 @@ class PageTable:
             self._columns["worth"][: self._rows] = self._worths_below(facts["parent"].astype(np.int64))
 
     def __len__(self) -> int:
-        """Return the number of durable pages that are not about to leave."""
+        """Return the number of pages in the table."""
         return self._alive
 
     def __contains__(self, serial: int) -> bool:
@@ -276,7 +265,7 @@ class PageTable:
             return self._alive_row(serial) is not None
 
     def children(self, serial: int) -> int:
-        """Return the number of pages on disk right below this one, which may be a tombstone."""
+        """Return the number of pages on disk right below this page, which may be a tombstone."""
         with self._lock:
             row = self._row(serial)
             return 0 if row is None else int(self._columns["children"][row])
@@ -300,14 +289,16 @@ class PageTable:
             return dict(zip(serials, zip(places, sizes, strict=True), strict=True))
 
     def payload_bytes(self) -> int:
-        """Return the payload bytes of all pages. One pass over them."""
+        """Return the sum of the payload bytes of all pages. Takes one pass over the pages."""
         with self._lock:
             return int(self._columns["nbytes"][: self._rows][self._columns["alive"][: self._rows]].sum())
 
     def commonest_class(self) -> int | None:
-        """Return the size class with the most pages; None if there are no pages. One pass over them."""
+        """Return the size class with the most pages; None if there are no pages. Takes one pass over the
+        pages."""
         with self._lock:
-            return commonest_class(self._facts())
+            classes, pages = np.unique(size_classes(self._facts()), return_counts=True)
+        return int(classes[np.argmax(pages)]) if len(classes) else None
 
     def place(self, serial: int) -> int | None:
         """Return the place of a page; None if it is not in the table."""
@@ -316,7 +307,7 @@ class PageTable:
             return None if row is None else int(self._columns["place"][row])
 
     def within(self, places: range) -> list[tuple[int, int, int]]:
-        """Return (serial, place, bytes) of every page with its place in ``places``. One pass over all
+        """Return (serial, place, bytes) of every page whose place is in ``places``. Takes one pass over all
         pages."""
         with self._lock:
             place = self._columns["place"][: self._rows]
@@ -328,8 +319,8 @@ class PageTable:
     # -- changes -------------------------------------------------------------------------------------
 
     def add(self, records: Iterable[PageRecord], used: Mapping[int, PageUse]) -> None:
-        """Add pages that are now durable, with their stored records. Their serials are above all others, or
-        those of tombstones."""
+        """Add pages that are now durable, with their stored records. Each serial must be greater than all
+        serials in the table, or be that of a tombstone."""
         records = sorted(records, key=lambda record: record.serial)
         with self._lock:
             if not records:
@@ -355,7 +346,8 @@ class PageTable:
                 depth[row] = depth[parent] + 1 if parent >= 0 else 0
 
     def remove(self, serial: int) -> Removal:
-        """Remove a page that is to leave. Its row stays while pages below it are on disk."""
+        """Remove a page that is about to be removed from disk. Its row stays as a tombstone while pages below
+        it are on disk."""
         with self._lock:
             row = self._row(serial)
             assert row is not None, f"page {serial} is not in the page table"
@@ -377,7 +369,7 @@ class PageTable:
                 done=bool(columns["reuse"][row] == Reuse.DONE),
                 expired=bool(columns["expires_s"][row] == EXPIRED),
             )
-            self._near.left(removal.nbytes)
+            self._near.removed(removal.nbytes)
             return removal
 
     def move(self, serial: int, place: int) -> bool:
@@ -398,7 +390,7 @@ class PageTable:
             self._set_uses(rows[known], list(itertools.compress(used.values(), known)))
 
     def hint(self, serial: int, hint: PageHint) -> bool:
-        """Set the hint about the next use of a page. Return False if it is not in the table."""
+        """Set the hint about the next use of a page. Return False if the page is not in the table."""
         with self._lock:
             row = self._alive_row(serial)
             if row is not None:
@@ -409,44 +401,44 @@ class PageTable:
             return row is not None
 
     def keep_session(self, serial: int, session: int) -> None:
-        """Record the number of a page's session, as long as the tree does not have the page."""
+        """Record the number of a page's session, while the page is not in the store's index in memory."""
         with self._lock:
             row = self._alive_row(serial)
             if row is not None:
                 self._columns["session"][row] = session
 
     def session(self, serial: int) -> int:
-        """Return what :meth:`keep_session` has noted; 0 for an unknown page."""
+        """Return the session recorded by :meth:`keep_session`; 0 if there is none."""
         with self._lock:
             row = self._alive_row(serial)
             return 0 if row is None else int(self._columns["session"][row])
 
     def of_session(self, session: int) -> list[int]:
-        """Return the serials of the pages with this noted session, ascending."""
+        """Return the serials of the pages with this recorded session, ascending."""
         with self._lock:
-            columns = {name: self._columns[name][: self._rows] for name in ("serial", "alive", "session")}
-            serials: list[int] = columns["serial"][
-                columns["alive"] & (columns["session"] == session)
-            ].tolist()
+            serial, alive, own = (
+                self._columns[name][: self._rows] for name in ("serial", "alive", "session")
+            )
+            serials: list[int] = serial[alive & (own == session)].tolist()
             return serials
 
     # -- keys ----------------------------------------------------------------------------------------
 
     def set_keys(self, serials: npt.NDArray[np.int64], keys: npt.NDArray[np.int64]) -> None:
-        """Record the numbers of the keys of pages. Pages that are not in the table are ignored."""
+        """Record the numbers of pages' encryption keys. Ignore pages that are not in the table."""
         with self._lock:
             rows = self._find(serials)
             self._columns["key"][rows[rows >= 0]] = keys[rows >= 0]
 
     def used_keys(self) -> npt.NDArray[np.int64]:
-        """Return the numbers of all keys that pages have. One pass over the pages."""
+        """Return the numbers of all encryption keys that pages have. Takes one pass over the pages."""
         with self._lock:
             keys = self._columns["key"][: self._rows].copy()
         return np.unique(keys)
 
     def of_keys(self, keys: Sequence[int]) -> list[int]:
-        """Return the serials of the pages with these keys, and of all pages behind them, ascending. One pass
-        over the pages."""
+        """Return the serials of the pages with these encryption keys, and of all pages below them, ascending.
+        Takes one pass over the pages."""
         with self._lock:
             serial, parent, key, alive = (
                 self._columns[name][: self._rows].copy() for name in ("serial", "parent", "key", "alive")
@@ -456,7 +448,7 @@ class PageTable:
         return serials
 
     def expire_hints(self, now_s: float) -> None:
-        """Treat pages whose time to live is over as finished. Searches all pages if any may have expired."""
+        """Mark pages whose time to live is over as finished. Searches all pages if any may have expired."""
         with self._lock:
             if self._expires_s > now_s:
                 return
@@ -468,9 +460,9 @@ class PageTable:
             self._expires_s = max(float(earliest), now_s + _EXPIRY_S)
 
     def _worths_below(self, parents: npt.NDArray[np.int64]) -> npt.NDArray[np.int8]:
-        """Return the worth of pages with these parents. Pages below other pages have none, because layer
-        groups with a worth have named pages."""
-        known = dict(self._worths)  # a copy, because others may add to it
+        """Return the worth of pages with these parents. Only pages right below a root have a worth, because
+        layer groups with a worth have named pages."""
+        known = dict(self._worths)  # a copy, because another thread may add to the original
         if not known:
             return np.zeros(len(parents), np.int8)
         roots, worths = np.array(sorted(known.items())).T
@@ -478,7 +470,7 @@ class PageTable:
         return np.where(roots[at] == parents, worths[at], 0).astype(np.int8)
 
     def _set_uses(self, rows: npt.NDArray[np.int64], uses: Sequence[PageUse]) -> None:
-        """Set the last use of each row. Hints about this use end."""
+        """Set the last use of each row, and clear the hint about the next use."""
         columns = self._columns
         columns["tick"][rows] = [use.tick for use in uses]
         columns["used_s"][rows] = [use.used_s for use in uses]
@@ -487,8 +479,8 @@ class PageTable:
             columns[name][rows] = nothing
 
     def _rows_for(self, serials: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the rows for these pages, whose serials ascend: rows of tombstones, and new ones at the
-        end."""
+        """Return the rows for these pages, whose serials ascend: rows of tombstones, and new rows at the end
+        of the table."""
         latest = int(self._columns["serial"][self._rows - 1]) if self._rows else 0
         new = len(serials) - bisect.bisect_right(serials, latest)
         if self._rows + new > len(self._columns["serial"]):
@@ -512,7 +504,7 @@ class PageTable:
         self._rows = len(kept)
 
     def _find(self, serials: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the row of each serial; -1 if it has none."""
+        """Return the row of each serial; -1 if there is none."""
         known = self._columns["serial"][: self._rows]
         rows = np.searchsorted(known, serials)
         rows[rows == self._rows] = 0
@@ -540,18 +532,19 @@ class PageTable:
         size_class: int | None = None,
         until: float = np.inf,
     ) -> list[int]:
-        """Return the serials of the next pages to leave: up to ``count`` (of one size class), but no more
-        than it takes to free ``nbytes``. They are the worst by ``policy``, and among equals the deepest come
-        first. A page with pages below it comes right after the last of those. Pages used since the last
-        sorting are skipped. An empty list means that the end, or the score ``until``, is reached; the next
-        call starts again.
+        """Return the serials of the next pages to evict: up to ``count`` (of one size class), but no more
+        than it takes to free ``nbytes``. They are the worst by ``policy``; of pages with equal scores, the
+        deepest comes first. A page with pages below it comes right after the last of these pages. Pages used
+        since the last sorting are skipped. An empty list means that no sorted page, or none up to the score
+        ``until``, is left; without a sorted page, the next call sorts again.
 
-        The caller must check whether each page may leave: a page that still has :meth:`children` must not.
+        The caller must check whether each page may be evicted: a page that still has :meth:`children` may
+        not.
         """
         with self._lock:
             order = self._order(policy, count, size_class)
             chosen: list[int] = []
-            left = Counter[int]()  # row → chosen children of it
+            left = Counter[int]()  # row → number of its children that were chosen
             while len(chosen) < count and nbytes > 0 and (order.first is _END or order.first.score <= until):
                 entry = order.first
                 if entry is _END:
@@ -578,11 +571,10 @@ class PageTable:
             return chosen
 
     def _page_facts(self, row: int) -> PageFacts:
-        names = ("nbytes", "depth", "tick", "hits", "reuse", "priority", "worth")
-        return PageFacts(*(self._columns[name][row].item() for name in names))
+        return PageFacts(*(self._columns[name][row].item() for name in Facts._fields[2:]))
 
     def near_worst(self, policy: Policy) -> float:
-        """Return the score up to which pages are nearly as bad as the worst."""
+        """Return the score up to which pages count as bad as the worst page."""
         with self._lock:
             return self._near.score(policy, self._facts)
 
@@ -595,7 +587,6 @@ class PageTable:
         return order
 
     def _facts(self, size_class: int | None = None) -> Facts:
-        """Return the facts of all pages, or of those of a size class."""
         rows = np.flatnonzero(self._columns["alive"][: self._rows])
         facts = Facts(*(self._columns[name][rows] for name in Facts._fields))
         return facts if size_class is None else facts.take(np.flatnonzero(size_classes(facts) == size_class))

@@ -1,8 +1,8 @@
-"""Copies payloads between memory and extents: several requests in flight, checksums computed on the way.
+"""Reads and writes payloads in the extents, with several requests in flight, and computes their checksums.
 
-A batch becomes a queue of requests. The calling thread processes it together with helpers from a pool, so
-that a batch always makes progress, even if the pool is busy. Each thread hashes the bytes that it has just
-copied while the others wait for the disk. Both the system calls and the hash run without the GIL. Reads of
+A batch becomes a queue of requests. The calling thread works through the queue together with threads of a
+pool, so that a batch makes progress even if the pool is busy. Each thread hashes the bytes that it has just
+copied, while other threads wait for the disk. System calls and hashing both run without the GIL. Reads of
 small pages that are not adjacent are passed to the kernel all at once, if that is faster (io.py).
 """
 
@@ -30,28 +30,26 @@ from tierstore.tiers.slabs import slot_bytes
 from tierstore.units import KIB, MIB, round_up
 
 # -- outcomes ------------------------------------------------------------------------------------------
-#
-# Results of reading pages. Damage differs from failure: a failure says nothing about the page.
 
 
 class PageRead(enum.Enum):
     """The result of reading one page."""
 
-    GOOD = "good"  # byte for byte what was saved
-    DAMAGED = "damaged"  # the disk returned other bytes: the page will never be read again
+    GOOD = "good"  # the disk returned the saved bytes
+    DAMAGED = "damaged"  # the disk returned other bytes: the page must not be read again
     FAILED = "failed"  # the disk returned an error: the page may still be good
 
 
 @dataclass(frozen=True, slots=True)
 class ReadBatch:
-    """The results of one read by page, and one of the errors, if there were any."""
+    """The outcome for each page of one read, and one of the errors (None if there was no error)."""
 
     outcomes: Sequence[PageRead]
     error: OSError | None = None
 
     @property
     def good(self) -> int:
-        """Number of pages that were read intact."""
+        """Number of pages whose outcome is GOOD."""
         return sum(outcome is PageRead.GOOD for outcome in self.outcomes)
 
     @property
@@ -60,11 +58,9 @@ class ReadBatch:
 
 
 # -- planning requests ---------------------------------------------------------------------------------
-#
-# Which I/O to do for a batch of extents. Pure arithmetic: no files, no threads.
 
 
-MAX_BUFFERS = 512  # per request; the kernel takes 1024, and a page may need two
+MAX_BUFFERS = 512  # per request; the kernel accepts 1024, and a page may need two
 
 
 class Extent(NamedTuple):
@@ -84,7 +80,7 @@ class ExtentPart(NamedTuple):
 
 @dataclass(slots=True)
 class ExtentRequest:
-    """One read or write of contiguous ``parts``, from ``offset`` of the extent space on, within one file."""
+    """One read or write of adjacent ``parts``, which begin at ``offset`` of the extent space, in one file."""
 
     offset: int
     nbytes: int
@@ -99,10 +95,10 @@ class ExtentRequest:
 
 
 def plan(extents: Sequence[Extent], *, request_bytes: int, file_bytes: int) -> list[ExtentRequest]:
-    """Cover ``extents``, which do not overlap, with requests in order of their places.
+    """Return the requests that cover ``extents``, which do not overlap, in order of their places.
 
-    Neighbours share a request of up to ``request_bytes``. An extent that is larger, or crosses the border of
-    two files, is cut.
+    Adjacent extents share a request of up to ``request_bytes``. An extent that is larger than a request, or
+    that crosses the border of two files, is divided.
     """
     requests: list[ExtentRequest] = []
     last: ExtentRequest | None = None
@@ -137,15 +133,13 @@ def _cuts(extent: Extent, request_bytes: int, file_bytes: int) -> Iterator[tuple
 
 
 # -- memory --------------------------------------------------------------------------------------------
-#
-# A page's memory while it is read or written, and its checksum.
 
 
 class PageBuffer:
-    """The payload bytes of one page in whole blocks, as O_DIRECT requires.
+    """The memory of one page's payload while it is read or written: whole blocks, as O_DIRECT requires.
 
-    If the payload does not end at a block's border, its last bytes go through a separate block. So nothing
-    beyond the caller's view is read or written.
+    If the payload does not end at a block's border, its last bytes go through a separate block, so that the
+    memory after the caller's view is not touched.
     """
 
     __slots__ = ("_pieces", "_tail", "_tail_start", "checksum", "nbytes", "view")
@@ -153,7 +147,7 @@ class PageBuffer:
     def __init__(self, view: memoryview) -> None:
         self.view = view
         self.nbytes = slot_bytes(view.nbytes)  # on disk
-        self.checksum: int | None = None  # XXH3-64 of the payload, after all of it was transferred
+        self.checksum: int | None = None  # XXH3-64 of the payload; None until all of it was transferred
         self._tail_start = view.nbytes // ALIGNMENT * ALIGNMENT
         self._tail = memoryview(mmap.mmap(-1, ALIGNMENT)) if self._tail_start < self.nbytes else None
         self._pieces: _PieceHash | None = None
@@ -163,17 +157,17 @@ class PageBuffer:
         return address_of(self.view, writable=False) % ALIGNMENT == 0
 
     def fill_tail(self) -> None:
-        """Copy the end of the payload into its block, before writing."""
+        """Copy the end of the payload into the separate block, before writing."""
         if self._tail is not None:
             self._tail[: self.view.nbytes - self._tail_start] = self.view[self._tail_start :]
 
     def empty_tail(self) -> None:
-        """Copy the end of the payload out of its block, after reading."""
+        """Copy the end of the payload out of the separate block, after reading."""
         if self._tail is not None:
             self.view[self._tail_start :] = self._tail[: self.view.nbytes - self._tail_start]
 
     def expect_pieces(self) -> None:
-        """Prepare for a transfer in more than one piece. Must be called before it."""
+        """Prepare for a transfer in more than one piece. Must be called before the transfer."""
         self._pieces = _PieceHash(self.view)
 
     def memory(self, start: int, stop: int) -> list[memoryview]:
@@ -190,7 +184,7 @@ class PageBuffer:
             self.checksum = xxhash.xxh3_64_intdigest(self.view)
         else:
             whole = self._pieces.add(start, min(stop, self.view.nbytes))
-            if whole is not None:  # another thread may have completed the page before this one returns
+            if whole is not None:  # None must not overwrite the checksum of a thread that added later pieces
                 self.checksum = whole
 
 
@@ -205,8 +199,8 @@ class _PieceHash:
         self._waiting: dict[int, int] = {}  # start -> stop
 
     def add(self, start: int, stop: int) -> int | None:
-        """Hash this piece if all earlier ones were hashed; otherwise the thread that closes the gap does it.
-        Return the checksum when no piece is missing."""
+        """Hash this piece if all pieces before it were hashed. Otherwise the thread that adds the missing
+        piece will hash both. Return the checksum if all pieces have been hashed, otherwise None."""
         with self._lock:
             self._waiting[start] = stop
             while self._hashed in self._waiting:
@@ -217,12 +211,12 @@ class _PieceHash:
 
 
 Fill = Callable[[int, memoryview], None]
-"""Writes the payload of page number … of a batch into a view. May raise :class:`OSError`."""
+"""Writes the payload of a page, given by its number in the batch, into a view. May raise :class:`OSError`."""
 
 
 class FilledBuffer(PageBuffer):
-    """The buffer of a page while it is written. The first thread that writes a part of it fills it first. So
-    one page is filled while others are written."""
+    """A buffer whose payload is produced just before it is written, by the first thread that writes a part of
+    it. So one page's payload is produced while other pages are written."""
 
     __slots__ = ("_fill", "_lock", "_number")
 
@@ -241,8 +235,8 @@ class FilledBuffer(PageBuffer):
 
 
 Unseal = Callable[[PageRecord, memoryview, memoryview], bool]
-"""Opens the sealed payload of a record (first view) into the second one. Returns False if it does not
-match."""
+"""Decrypts a record's payload from the first view into the second. Returns False if the payload does not
+match the record."""
 
 
 def _unsealed(record: PageRecord, sealed: memoryview, out: memoryview) -> bool:
@@ -250,11 +244,12 @@ def _unsealed(record: PageRecord, sealed: memoryview, out: memoryview) -> bool:
 
 
 class EncodedBuffer(PageBuffer):
-    """The buffer of an encoded or sealed page while it is read. The thread that completes it decodes it into
-    ``page``. ``checksum`` is the page's, and stays None if the bytes cannot be decoded.
+    """The buffer of an encoded or encrypted page while it is read. The thread that reads the last piece
+    decodes the payload into ``page``. ``checksum`` is that of the decoded page, and stays None if the payload
+    cannot be decoded.
 
-    For an encoded page ``view`` has whole blocks, so more may be read than is decoded. A page that is only
-    sealed is opened in place: both are the same memory.
+    For an encoded page, ``view`` has whole blocks, so more bytes may be read than are decoded. A page that is
+    encrypted but not encoded is decrypted in place: ``view`` and ``page`` are the same memory.
     """
 
     __slots__ = ("_arrived", "_arrived_bytes", "_lock", "_page", "_record", "_unseal")
@@ -271,7 +266,7 @@ class EncodedBuffer(PageBuffer):
         self._arrived_bytes = 0
 
     def expect_pieces(self) -> None:
-        pass  # pieces are counted anyway
+        pass  # hash counts all pieces
 
     def hash(self, start: int, stop: int) -> None:
         with self._lock:
@@ -289,7 +284,7 @@ class EncodedBuffer(PageBuffer):
             if not self._unseal(record, self.view[: record.room], opened):
                 return None
             if not record.codec:
-                return record.checksum  # the seal has proved every byte
+                return record.checksum  # the tag has authenticated every byte
             payload = opened
         codec = by_number(record.codec)
         if codec is None or not codec.decode(payload, self._page):
@@ -298,10 +293,10 @@ class EncodedBuffer(PageBuffer):
 
 
 class Staging:
-    """Memory for payloads before they are decoded. Thread-safe.
+    """Memory for encoded or encrypted payloads. Thread-safe.
 
-    Up to ``kept_bytes`` of returned memory are kept for later reads: new memory costs as much time as
-    reading.
+    Up to ``kept_bytes`` of returned memory are kept for later calls, because the first use of new memory
+    takes as much time as a read from disk.
     """
 
     def __init__(self, kept_bytes: int) -> None:
@@ -310,7 +305,7 @@ class Staging:
         self._free: list[Memory] = []
 
     def take(self, nbytes: int) -> Memory:
-        """Return a memory of at least ``nbytes`` bytes."""
+        """Return a memory of at least ``nbytes`` bytes, for :meth:`give_back` later."""
         with self._lock:
             for at, memory in enumerate(self._free):
                 if nbytes <= memory.nbytes <= 4 * nbytes:
@@ -332,17 +327,17 @@ _ERASED_AT_ONCE = 64  # pages
 _LEAST_REQUEST = 1 * MIB
 _MOST_REQUEST = 4 * MIB
 _WRITERS = 2  # two batches are usually written at the same time, and share the streams
-_MOST_QUEUED = 512 * KIB  # larger requests keep a thread and the disk busy
-_LEAST_QUEUED = 16  # threads read fewer as fast
+_MOST_QUEUED = 512 * KIB  # threads read larger requests as fast as the kernel's queue
+_LEAST_QUEUED = 16  # threads read fewer requests as fast as the kernel's queue
 
 
 @dataclass(frozen=True, slots=True)
 class ReadMode:
-    """The fastest way to read this disk."""
+    """How pages are read: the fastest way that was measured for the disk."""
 
     direct: bool
     streams: int  # requests in flight per batch
-    queued: bool = False  # small reads all at once, from one thread (io.py)
+    queued: bool = False  # one thread passes all small reads to the kernel at once (io.py)
 
 
 class Payloads:
@@ -354,20 +349,20 @@ class Payloads:
         self.read_mode = ReadMode(direct=True, streams=io_threads)
         self.unseal: Unseal = _unsealed
         self._staging = Staging(_STAGING_BYTES)
-        # Separate pools, so that demand reads never queue behind write-behind.
+        # Separate pools, so that reads for requests do not wait for background writes.
         self._readers = IOThreads(io_threads, name="tierstore-disk-read")
         self._writers = IOThreads(io_threads, name="tierstore-disk-write")
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]], fill: Fill | None = None) -> None:
         """Write the payloads to their places, and set the checksums of unencoded pages. With ``fill``, the
-        views are empty, and the threads that write fill them.
+        views are empty, and each writing thread calls ``fill`` for a page before it writes the page.
 
         No request is in flight when this returns or raises :class:`OSError`.
         """
         filled = (
             [FilledBuffer(number, view, fill) for number, (_, view) in enumerate(pages)] if fill else None
         )
-        batch = _ReadBatch(pages, filled)
+        batch = _Batch(pages, filled)
         self._extents.grow(batch.end)
 
         def work(request: ExtentRequest) -> None:
@@ -384,8 +379,8 @@ class Payloads:
                 record.checksum = buffer.checksum
 
     def erase(self, removed: Sequence[Removal]) -> None:
-        """Overwrite the payloads of these pages, whose places are still taken. Raise :class:`OSError` if that
-        fails."""
+        """Overwrite the payloads of these pages with zeros. Their places must not be free yet. Raise
+        :class:`OSError` if that fails."""
         zeros = Memory(max(each.nbytes for each in removed), shared=False) if removed else None
         for start in range(0, len(removed), _ERASED_AT_ONCE):
             assert zeros is not None
@@ -395,10 +390,10 @@ class Payloads:
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, encoded: bool = False) -> ReadBatch:
         """Fill the views, and return for each page whether it is complete and matches its checksum. With
-        ``encoded``, fill them with the payloads as they are on disk, which are verified as well. (Of sealed
-        pages, only the stored records have payloads in this form.)"""
-        # The whole room of each page, so that neighbours share a request, and one block of memory: mapping
-        # many takes long.
+        ``encoded``, fill the views with the payloads as they are on disk, and still verify them. For
+        encrypted pages, ``encoded`` requires the stored form of the records."""
+        # Read the whole room of each page, so that adjacent pages share a request. Use one block of memory
+        # for all pages, because mapping many blocks takes long.
         sizes = [
             slot_bytes(record.nbytes if encoded else record.room) if record.codec else 0
             for record, _ in pages
@@ -414,12 +409,12 @@ class Payloads:
                 own = staged.view(start, nbytes) if staged is not None and nbytes else view
                 buffers.append(self._buffer(record, view, own, encoded))
                 start += nbytes
-            return self._read(pages, _ReadBatch(pages, buffers))
+            return self._read(pages, _Batch(pages, buffers))
         finally:
             if staged is not None:
                 self._staging.give_back([staged])
 
-    def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _ReadBatch) -> ReadBatch:
+    def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _Batch) -> ReadBatch:
         mode = self.read_mode
         failed: dict[int, OSError] = {}  # by page
 
@@ -446,14 +441,13 @@ class Payloads:
         for number, ((record, _), buffer) in enumerate(zip(pages, batch.buffers, strict=True)):
             if buffer.checksum == record.checksum:
                 outcomes.append(PageRead.GOOD)
-            else:  # missing bytes say nothing about the stored ones
+            else:  # after an error, or without the codec, it is unknown whether the stored bytes are good
                 unread = number in failed or (record.codec and by_number(record.codec) is None)
                 outcomes.append(PageRead.FAILED if unread else PageRead.DAMAGED)
         return ReadBatch(outcomes, next(iter(failed.values()), None))
 
-    def _read_queued(self, batch: _ReadBatch, requests: Sequence[ExtentRequest]) -> list[ExtentRequest]:
-        """Do the small requests all at once. Return the others and the failed ones, which are then done one
-        by one."""
+    def _read_queued(self, batch: _Batch, requests: Sequence[ExtentRequest]) -> list[ExtentRequest]:
+        """Do the small requests all at once. Return the requests that were not done or failed."""
         small: list[ExtentRequest] = []
         left: list[ExtentRequest] = []
         places: list[tuple[int, memoryview]] = []
@@ -479,8 +473,9 @@ class Payloads:
         return [*left, *waiting.values()]
 
     def _buffer(self, record: PageRecord, view: memoryview, own: memoryview, encoded: bool) -> PageBuffer:
-        """Return the buffer of a page that is read into ``view``. An encoded page has memory of its ``own``.
-        A sealed one is opened in place: a second memory would halve the speed of AES."""
+        """Return the buffer of a page that is read into ``view``. ``own`` is the memory for the payload of an
+        encoded page. A page that is only encrypted is decrypted in place, because a second memory would halve
+        the speed of AES."""
         if not record.codec and not record.seal:
             return PageBuffer(view)
         if encoded:
@@ -493,27 +488,23 @@ class Payloads:
         self._writers.close()
 
 
-class _ReadBatch:
-    """The pages of one call: their extents and their memory."""
+class _Batch:
+    """The extents and the memory of the pages of one read or write."""
 
     def __init__(
         self, pages: Sequence[tuple[PageRecord, memoryview]], buffers: Sequence[PageBuffer] | None = None
     ) -> None:
         self.buffers = buffers or [PageBuffer(view) for _, view in pages]
         self.aligned = all(buffer.aligned for buffer in self.buffers)
-        self._end = max((record.place + slot_bytes(record.room) for record, _ in pages), default=0)
+        # the first byte of the extent space after all pages
+        self.end = max((record.place + slot_bytes(record.room) for record, _ in pages), default=0)
         self._extents = [
             Extent(record.place, buffer.nbytes)
             for (record, _), buffer in zip(pages, self.buffers, strict=True)
         ]
 
-    @property
-    def end(self) -> int:
-        """The first byte of the extent space beyond this batch."""
-        return self._end
-
     def plan(self, streams: int, file_bytes: int) -> list[ExtentRequest]:
-        """Plan the requests, and prepare each page for them."""
+        """Return the requests, and prepare the buffers of pages that are divided over several requests."""
         # Large requests are faster, but only if there are enough to keep every stream busy.
         share = sum(extent.nbytes for extent in self._extents) // (2 * max(streams, 1))
         request_bytes = min(max(share // _LEAST_REQUEST * _LEAST_REQUEST, _LEAST_REQUEST), _MOST_REQUEST)
@@ -530,7 +521,7 @@ class _ReadBatch:
         ]
 
     def hash(self, request: ExtentRequest, moved: int, *, read: bool = False) -> None:
-        """Hash the parts of a request that are within the ``moved`` bytes."""
+        """Hash the parts of a request that are complete within its first ``moved`` bytes."""
         for part in request.parts:
             moved -= part.stop - part.start
             if moved < 0:
@@ -544,8 +535,8 @@ class _ReadBatch:
 def _work_off(
     requests: Sequence[ExtentRequest], work: Callable[[ExtentRequest], None], threads: IOThreads, streams: int
 ) -> None:
-    """Do ``work`` for all requests on ``streams`` threads, including the caller's. After an error, no further
-    request starts; those in flight are awaited, and the error is raised."""
+    """Do ``work`` for all requests on ``streams`` threads, including the calling thread. After an error,
+    start no further request, wait for the requests in flight, and raise the error."""
     queue = deque(requests)
 
     def drain() -> None:

@@ -1,9 +1,9 @@
-"""The stored form of a page's description: its record, its facts and the keys of the index.
+"""The formats of the index: a page's record, its facts, and the keys of the index's trees.
 
-The *record* describes the page and never changes while the page exists. It has its own checksum, seeded with
-its serial. A damaged or misplaced record is detected when it is read, before its tokens or its place are
-used. The *facts* are the few numbers that decide the order of eviction and the free space. All of them are
-read at every open, so they are small and stored separately.
+The *record* describes a page, and changes only if the page moves. It has a checksum of its own, seeded with
+the page's serial. So a damaged record, or one stored under a wrong serial, is detected before its tokens or
+its place are used. The *facts* are the few numbers that decide the order of eviction and the free space. They
+are stored apart from the record, because every opening reads the facts of all pages.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from tierstore.units import round_up
 
 INLINE = -1  # the place of a payload in the index itself
 
-_HEAD = struct.Struct(
-    "<Qq16s32sQQBdI"
-)  # parent, place, key, identity, nbytes, checksum, codec, created_s, len(tokens)
+# parent, place, key, identity, nbytes, checksum, codec, created_s, len(tokens)
+_HEAD = struct.Struct("<Qq16s32sQQBdI")
 _CODEC_AT = 80
-_KEPT = struct.Struct("<Q")  # after the tokens of an encoded page
+_KEPT = struct.Struct("<Q")  # encoded_bytes, after the tokens of an encoded page
 _PLACE = struct.Struct("<8xq")
 _CREATED = struct.Struct("<81xd")
 _CHECKSUM = struct.Struct("<Q")
-_SERIAL_BYTES = 8
+SERIAL_BYTES = 8
 _FACTS = struct.Struct("<QqQQdQ")  # parent, place, room, tick, used_s, hits
 FACTS_BYTES = _FACTS.size
 FACTS_DTYPE = np.dtype(
@@ -48,25 +47,25 @@ FACTS_DTYPE = np.dtype(
 
 
 class PageRecord(Struct, gc=False):
-    """One page on disk. (It refers to no other objects, so it is hidden from Python's garbage collector.)
+    """The description of one page on disk. (``gc=False``: it refers to no objects that could form a cycle.)
 
-    ``serial`` is unique within the directory and greater than ``parent``. ``parent`` is the serial of the
-    page before it in the prompt, or of the root for a first chunk. A page is valid only as long as its
-    parent's record is.
+    ``serial`` is unique within the directory and greater than ``parent``, which is the serial of the page
+    before this page in the prompt, or of the root for a first chunk. A page is valid only while its parent's
+    record is valid.
     """
 
     serial: int
     parent: int
     key: bytes  # 16 bytes
     identity: bytes  # the 32-byte digest of the page's identity
-    tokens: bytes  # the chunk's token ids, little-endian uint32; they prove the page's identity
+    tokens: bytes  # the chunk's token ids, little-endian uint32; lookups compare them
     nbytes: int  # bytes of the page
     place: int  # byte offset in the extent space, or INLINE
-    checksum: int = 0  # XXH3-64 of the page; set by DiskTier.write if it is not encoded
+    checksum: int = 0  # XXH3-64 of the page; DiskTier.write sets it if the page is not encoded
     codec: int = 0  # number of the codec (tierstore/codec.py); 0: not encoded
     created_s: float = 0.0  # wall clock
     encoded_bytes: int = 0  # payload bytes of an encoded page
-    seal: bytes = b""  # opens the payload of an encrypted page (sealing.py); empty in the stored form
+    seal: bytes = b""  # needed to decrypt an encrypted page (sealing.py); empty in the stored form
 
     @property
     def payload_bytes(self) -> int:
@@ -75,24 +74,25 @@ class PageRecord(Struct, gc=False):
 
     @property
     def room(self) -> int:
-        """Reserved space. Encoded sizes differ by a few bytes each; they are rounded up to share size
-        classes."""
+        """The bytes reserved for the payload: the size of a page, or the rounded size of an encoded page
+        (:func:`room_for`)."""
         return room_for(self.encoded_bytes, self.nbytes) if self.codec else self.nbytes
 
 
 def room_for(encoded_bytes: int, nbytes: int) -> int:
-    """Return the space for an encoded page: a multiple of 1/64 of the page, and at least four of these. So
-    pages of one size use at most sixty classes (real ones use two), at a cost of 1 %."""
+    """Return the bytes to reserve for an encoded page: a multiple of 1/64 of the page's size, and at least
+    4/64. So encoded pages of one original size have at most sixty size classes (in practice two). Rounding
+    costs 1 % of the space."""
     step = max(nbytes // _STEPS // ALIGNMENT * ALIGNMENT, ALIGNMENT)
     return max(round_up(encoded_bytes, step), _LEAST_STEPS * step)
 
 
-SEALED_BYTES = 129  # a sealed record has these bytes beside its tokens (sealing.py)
+SEALED_BYTES = 129  # additional bytes of a sealed record, in its field for the tokens (sealing.py)
 
 
 def token_count(nbytes: int, *, sealed: bool) -> int:
-    """Return the number of tokens of a stored record that has ``nbytes`` in their place. ``sealed`` says
-    whether the directory is encrypted."""
+    """Return the number of tokens of a stored record whose field for the tokens has ``nbytes`` bytes.
+    ``sealed`` says whether the directory is encrypted."""
     return max(nbytes - SEALED_BYTES * sealed, 0) // TOKEN_BYTES
 
 
@@ -100,14 +100,14 @@ KEY_NUMBER_BYTES = 8
 
 
 def key_number(tokens: bytes) -> int:
-    """Return the id of the key that seals a stored record, from what it has in place of its tokens, as a
-    signed number."""
+    """Return the id of the encryption key of a stored record, as a signed number. ``tokens`` is the record's
+    field for the tokens."""
     return int.from_bytes(tokens[BEGINNING : BEGINNING + KEY_NUMBER_BYTES], "little", signed=True)
 
 
 def stored_key_number(data: bytes) -> bytes:
-    """Return the bytes of :func:`key_number` of a stored record of an encrypted directory, without checking
-    the rest of it; fewer if it is cut short."""
+    """Return the id of the encryption key of a stored record, without checking the record. A record that is
+    too short gives fewer bytes."""
     start = _HEAD.size + BEGINNING
     return data[start : start + KEY_NUMBER_BYTES]
 
@@ -117,8 +117,8 @@ _LEAST_STEPS = 4
 
 
 class PageUse(Struct, frozen=True, gc=False):
-    """When a page was last used, and how often it was found. This is a struct because one is created for
-    every written page, and creating a named tuple takes three times as long."""
+    """When a page was last used, and how often it was found. This is a struct because it is created for every
+    written page, and creating a named tuple takes three times as long."""
 
     tick: int  # the store's logical clock, which continues after a restart
     used_s: float  # wall clock
@@ -126,22 +126,23 @@ class PageUse(Struct, frozen=True, gc=False):
 
 
 def first_use(record: PageRecord, used: Mapping[int, PageUse]) -> PageUse:
-    """Return the use of a page that is being added: the noted use of its serial, if there is one."""
+    """Return the use of a page that is being added: the one in ``used``, or its creation."""
     return used.get(record.serial) or PageUse(0, record.created_s, 0)
 
 
 class Removal(NamedTuple):
-    """A page to be removed, with what is needed to find its record and to free its place."""
+    """A page to be removed, with the facts for finding its record and freeing its place."""
 
     serial: int
     parent: int
     place: int
     nbytes: int
     done: bool = False
-    """Whether the page was finished: its session has ended, or its time to live is over."""
+    """Whether the page is finished: its session has ended, or its time to live is over."""
     expired: bool = False
+    """Whether its time to live is over."""
     cause: int = 0
-    """Why it leaves, for the memory of departures; 0 if that is noted already."""
+    """Why the page is removed, for the list of evicted pages; 0 if it is in the list already."""
     erased: bool = False
     """Whether the payload must be overwritten: the page was forgotten, but its key was not dropped."""
 
@@ -164,7 +165,7 @@ def encode(record: PageRecord) -> bytes:
 
 
 def decode(serial: int, data: bytes) -> PageRecord | None:
-    """Return the record stored under ``serial``, or None if it is damaged."""
+    """Decode the record stored under ``serial``. Return None if it is damaged."""
     body = data[: -_CHECKSUM.size]
     if len(body) < _HEAD.size:
         return None
@@ -182,12 +183,13 @@ def decode(serial: int, data: bytes) -> PageRecord | None:
 
 
 def stored_place(data: bytes) -> int | None:
-    """Return the place in a stored record, without checking the rest of it."""
+    """Return the place in a stored record, without checking the record; None if it is too short."""
     return int(_PLACE.unpack_from(data)[0]) if len(data) >= _PLACE.size else None
 
 
 def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
-    """Return (parent, key, tokens) of a stored record, without checking the rest of it."""
+    """Return (parent, key, tokens) of a stored record, without checking the record; None if it is too
+    short."""
     if len(data) < _HEAD.size:
         return None
     head = _HEAD.unpack_from(data)
@@ -195,13 +197,14 @@ def stored_names(data: bytes) -> tuple[int, bytes, bytes] | None:
 
 
 def stored_tokens(data: bytes | memoryview) -> int:
-    """Return the number of bytes of tokens in a stored record, from its length."""
+    """Return the size in bytes of a stored record's field for the tokens, from the record's length."""
     kept = _KEPT.size if len(data) > _CODEC_AT and data[_CODEC_AT] else 0
     return max(len(data) - _HEAD.size - kept - _CHECKSUM.size, 0)
 
 
 def stored_created_s(data: bytes | memoryview) -> float:
-    """Return when a page was created (wall clock), without checking its record; 0 if it is cut short."""
+    """Return when a page was created (wall clock), without checking its stored record; 0 if the record is too
+    short."""
     return float(_CREATED.unpack_from(data)[0]) if len(data) >= _HEAD.size else 0.0
 
 
@@ -220,10 +223,10 @@ def with_place(facts: bytes, place: int) -> bytes:
 
 
 def described(key: bytes, data: bytes) -> bytes | None:
-    """Return a stored record as a row of ``FACTS_DTYPE`` without a use; None if the record is damaged. Faster
-    than :func:`decode`, because an opening needs it for every page."""
+    """Return a stored record as a row of ``FACTS_DTYPE`` with the creation as its only use; None if the
+    record is damaged. Faster than :func:`decode`, because an opening calls it for every page."""
     end = len(data) - _CHECKSUM.size
-    if len(key) != _SERIAL_BYTES or end < _HEAD.size:
+    if len(key) != SERIAL_BYTES or end < _HEAD.size:
         return None
     serial = int.from_bytes(key, "big")
     if _CHECKSUM.unpack_from(data, end)[0] != xxhash.xxh3_64_intdigest(memoryview(data)[:end], serial):
@@ -234,7 +237,7 @@ def described(key: bytes, data: bytes) -> bytes | None:
 
 
 def decode_facts(keys_and_values: bytearray) -> npt.NDArray[np.void]:
-    """Return any number of adjacent (serial, facts) as an array of ``FACTS_DTYPE``."""
+    """Return a sequence of (serial, facts) in stored form as an array of ``FACTS_DTYPE``."""
     return np.frombuffer(keys_and_values, FACTS_DTYPE)
 
 
@@ -247,30 +250,31 @@ FORMAT_KEY = b"format"
 NEXT_SERIAL = b"next_serial"
 TICK = b"tick"
 PIECE_BYTES = 4096 - 16  # bytes in one LMDB overflow page
-BEGINNING = 16  # bytes of a chunk (four tokens) by which siblings are sorted
+BEGINNING = 16  # bytes of a chunk's first four tokens, by which the links of a parent are sorted
 
 
 def page_key(serial: int) -> bytes:
-    """Return the key of a page's record and facts, or of a root."""
+    """Return the key under which the index has a page's record and facts, or a root."""
     return serial.to_bytes(8, "big")
 
 
 def payload_key(serial: int, piece: int) -> bytes:
-    """Return the key of one piece of an inline payload."""
+    """Return the key under which the index has one piece of an inline payload."""
     return serial.to_bytes(8, "big") + piece.to_bytes(4, "big")
 
 
 def child_prefix(parent: int, tokens: bytes) -> bytes:
-    """Return the common prefix of the links to all children of ``parent`` that begin like ``tokens``."""
+    """Return the common prefix of the links to all children of ``parent`` that begin with the first four of
+    ``tokens``."""
     return parent.to_bytes(8, "big") + tokens[:BEGINNING].ljust(BEGINNING, b"\0")
 
 
 def beginnings(tokens: bytes) -> list[bytes]:
-    """Return the beginnings under which the index may list a page that begins like ``tokens``: the first four
-    tokens, and fewer for shorter pages."""
+    """Return the beginnings under which the index may have pages that share their first tokens with
+    ``tokens``: the first four tokens, and fewer for pages with fewer tokens."""
     return [tokens[:nbytes] for nbytes in range(min(len(tokens), BEGINNING), 0, -4)]
 
 
 def link_of(record: PageRecord) -> bytes:
-    """Return the key in ``children`` that leads to a page."""
+    """Return a page's link: its key in the tree ``children``."""
     return child_prefix(record.parent, record.tokens) + record.key + page_key(record.serial)

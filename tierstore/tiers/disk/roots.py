@@ -1,7 +1,7 @@
-"""Roots and serials of a store directory: which serials are taken, and which roots the next commit writes.
+"""The serials and roots of a store directory: which serials are used, and which roots the next commit writes.
 
-A root is an identity that ever had a page, as the index stores it: JSON with the identity's fields, and the
-model's name for people. Pages and roots take their serials from one counter.
+The index has a root for every identity that ever had a page: JSON with the identity's fields, and the model's
+name for display. Pages and roots take their serials from one counter.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import msgspec
 from tierstore.keys import Identity
 from tierstore.spec import worth_of
 
-_MODEL_NAME = "model_name"  # a field of a root beside those of the identity; earlier versions ignore it
+_MODEL_NAME = "model_name"  # an additional field of a root; earlier versions ignore it
 
 
 @dataclass(frozen=True, slots=True)
 class Unwritten:
-    """The ``roots`` that a commit has to write (serial → identity). All serials are below ``next_serial``."""
+    """The roots (serial → encoded identity) that the next commit has to write. All used serials are below
+    ``next_serial``."""
 
     next_serial: int
     roots: Mapping[int, bytes]
@@ -30,7 +31,7 @@ class Serials:
     """Serials for pages and roots, from one counter. Thread-safe."""
 
     def __init__(self, next_serial: int, roots: Mapping[int, bytes]) -> None:
-        """Take the next serial and the roots from the index."""
+        """``next_serial`` and ``roots`` are those in the index."""
         self._by_digest: dict[bytes, int] = {}
         self._identities: dict[bytes, Identity] = {}
         self._names: dict[bytes, str] = {}
@@ -38,7 +39,7 @@ class Serials:
         """Root's serial → ``worth`` of its pages (see LayerGroup), without zeros."""
         for serial, root in roots.items():
             identity, name = identity_of(root), model_name_of(root)
-            if identity is not None:  # else the root is damaged: its pages are not found
+            if identity is not None:  # None: the root is damaged, and lookups do not find its pages
                 self._know(serial, identity)
                 if name:
                     self._names[identity.digest] = name
@@ -47,18 +48,18 @@ class Serials:
         self._unwritten: dict[int, bytes] = {}  # roots added since the last commit
 
     def new(self) -> int:
-        """Return a serial that no page in this directory ever had."""
+        """Return a serial that no page or root in this directory ever had."""
         with self._lock:
             self._next += 1
             return self._next - 1
 
     def root(self, identity: bytes) -> int | None:
-        """Return the serial of the root of an identity digest; None if the identity never had pages."""
+        """Return the serial of the root of the identity with this digest; None if it has no root."""
         return self._by_digest.get(identity)
 
     def add_root(self, identity: Identity, name: str = "") -> int:
-        """Return the serial of an identity's root, adding it if necessary. A new root becomes durable with
-        the next commit, together with the ``name`` of its model for people (empty: none)."""
+        """Return the serial of an identity's root, and add the root if it does not exist. A new root becomes
+        durable with the next commit. ``name`` is the model's name for display (empty: none)."""
         serial = self._by_digest.get(identity.digest)
         if serial is None:
             serial = self.new()
@@ -75,11 +76,12 @@ class Serials:
             self.worths[serial] = worth
 
     def identity(self, digest: bytes) -> Identity | None:
-        """Return the identity of a digest; None if it never had pages."""
+        """Return the identity with this digest; None if it has no root."""
         return self._identities.get(digest)
 
     def forget(self, digests: Iterable[bytes]) -> list[int]:
-        """Forget these identities. Return the serials of their roots. A later page gets a new root."""
+        """Forget the identities with these digests, and return the serials of their roots. A later page of
+        such an identity gets a new root."""
         with self._lock:
             serials = []
             for digest in digests:
@@ -97,7 +99,7 @@ class Serials:
         return dict(self._identities)
 
     def names(self) -> dict[bytes, str]:
-        """Return the model names in the index at opening, by identity digest."""
+        """Return the model names that were in the index at open, by identity digest."""
         return dict(self._names)
 
     def roots(self) -> set[int]:
@@ -113,11 +115,11 @@ class Serials:
         """Record that these roots are durable."""
         with self._lock:
             for serial in roots:
-                self._unwritten.pop(serial, None)  # it may have been forgotten meanwhile
+                self._unwritten.pop(serial, None)  # the root may have been forgotten during the commit
 
 
 def identity_of(root: bytes) -> Identity | None:
-    """Decode a stored identity; return None if it is damaged."""
+    """Return the identity in a stored root; None if the root is damaged."""
     try:
         return msgspec.json.decode(root, type=Identity)
     except (msgspec.MsgspecError, UnicodeDecodeError):
@@ -125,7 +127,7 @@ def identity_of(root: bytes) -> Identity | None:
 
 
 def model_name_of(root: bytes) -> str:
-    """Return a root's model name for people; empty if it has none, or is damaged."""
+    """Return the model's name for display in a stored root; empty if there is none or the root is damaged."""
     try:
         return msgspec.json.decode(root, type=dict[str, str]).get(_MODEL_NAME, "")
     except (msgspec.MsgspecError, UnicodeDecodeError):

@@ -1,10 +1,10 @@
 """How an encrypted directory stores a page: its *sealed* form.
 
-A sealed page lies in the same index and the same extents as a plain one. Only its bytes are opaque. So the
-operations that need no key (the check, repair, moves, another capacity) are the same for both forms::
+A sealed page is in the same index and the same extents as a plain page; only its bytes are encrypted. So
+operations that need no key (check, repair, moves, a change of the capacity) are the same for both forms::
 
                          in memory                              in the directory
-    payload              the page, or the codec's output        AES-256-GCM of it, filled up to its room
+    payload              the page, or the codec's output        AES-256-GCM of it, padded to its room
     record.key           chain hash over the tokens             keyed hash of that hash
     record.tokens        the chunk's tokens                     keyed hash of the first four tokens, key id,
                                                                 salt, AES-256-GCM of the record
@@ -12,29 +12,30 @@ operations that need no key (the check, repair, moves, another capacity) are the
     record.checksum      XXH3-64 of the page                    XXH3-64 of the sealed payload
     record.codec         the codec's number                     0
 
-**Keys and nonces.** Each page has a random salt of 32 bytes. The salt gives the page a key of its own
-(:meth:`~tierstore.tiers.disk.keyring.DataKey.page_key`). This key seals two texts, each once: the payload
-with nonce 0, and the record with nonce 1 (:class:`~tierstore.tiers.disk.keyring.DataKey`). There is no
-counter that could fall back. So no nonce repeats after
-a crash, or after a copy of the directory or the keyring was restored. A move copies the sealed bytes.
+**Keys and nonces.** Each page has a random salt of 32 bytes, from which its AES key is derived
+(:meth:`~tierstore.tiers.disk.keyring.DataKey.page_key`). This AES key encrypts two texts, each once: the
+payload with nonce 0, and the record with nonce 1. Nonces do not come from a counter, which could restart at
+an old value. So no nonce repeats after a crash, or after a backup of the directory or the keyring was
+restored. Moving a page to another place copies its sealed bytes.
 
-**A session's pages** (with session keys) are sealed with the session's key. The names in the index are those
-of the tenant's key, so that other sessions find the pages.
+**A session's pages** (with session keys) are encrypted with the session's key. The keyed hashes in the index
+use the tenant's key, so that other sessions find the pages.
 
-**What is authenticated.** The record's tag covers its key, tokens, sizes, codec, times, serial, parent and
-identity, the names in the index, the checksum, and the payload's tag. The payload's tag covers the page's
-identity, key and serial. The place is not covered, so that pages can be moved without keys. The bytes at a
-wrong place do not match the payload's tag. Therefore these are misses: changed records and payloads, swapped
-payloads, records under other serials, parents or identities, and the payload of an older version of a page.
+**What is authenticated.** The record's tag covers the page's key, tokens, sizes, codec, times, serial, parent
+and identity, the keyed hashes in the index, the checksum, and the payload's tag. The payload's tag covers the
+page's identity, key and serial. No tag covers the page's place, so that pages can be moved without keys. The
+bytes at a wrong place do not match the payload's tag. Therefore these are misses: changed records and
+payloads, swapped payloads, records under other serials, parents or identities, and the payload of an older
+version of a page.
 
-A program that can write the directory can still delete pages. It can also restore an earlier state of a whole
-page: record, link and payload of one moment. That state holds the same tokens of the same tenant and model.
-The store cannot tell such a page from a restored backup.
+A program that can write to the directory can still delete pages. It can also restore an earlier state of a
+whole page: record, link and payload of one moment. That state holds the same tokens of the same tenant and
+model. The store cannot distinguish such a page from a restored backup.
 
 **A reader without a key** sees the identities (tenant, model, layout), the number of pages, their sizes in
-steps of 1/64, their numbers of tokens, and times of saving and use. The reader also sees the shape of the
-prefix tree, and which children of one page begin with the same four tokens. The reader sees no tokens, and no
-hash that could be compared with the hash of a guessed prompt."""
+steps of 1/64, their numbers of tokens, and the times at which pages were saved and used. The reader also sees
+the shape of the prefix tree, and which children of one page begin with the same four tokens. The reader sees
+no tokens, and no hash that could be compared with the hash of a guessed prompt."""
 
 from __future__ import annotations
 
@@ -84,7 +85,7 @@ _FACTS = struct.Struct("<QQQQd")  # serial, parent, room, checksum of the sealed
 _MOMENT = struct.Struct(">Q")  # before the hash of a session
 _SEAL = struct.Struct(f"<{ID_BYTES}s{SALT_BYTES}s{_TAG_BYTES}sQ")
 SEAL_BYTES = _SEAL.size
-_STAGING_BYTES = 96 * MIB  # memory for sealed payloads of batches that are written at the same time
+_STAGING_BYTES = 96 * MIB  # memory kept for the sealed payloads of batches that are being written
 
 assert _PREFIX.size + _RECORD.size + _TAG_BYTES == SEALED_BYTES
 assert NAME_BYTES == BEGINNING
@@ -92,7 +93,7 @@ assert ID_BYTES == KEY_NUMBER_BYTES
 
 
 class Seal(NamedTuple):
-    """The value of :attr:`PageRecord.seal`, which opens a sealed payload."""
+    """The value of :attr:`PageRecord.seal`: what is needed, beside the key, to decrypt a payload."""
 
     key_id: bytes
     salt: bytes
@@ -108,8 +109,8 @@ class Seal(NamedTuple):
 
 
 class Sealing:
-    """Seals and opens pages with the keys of ``keyring``. Thread-safe. ``identity_of`` returns the identity
-    with a digest; None if the index has no root for it."""
+    """Encrypts (*seals*) and decrypts (*opens*) pages with the keys of ``keyring``. Thread-safe.
+    ``identity_of`` returns the identity with a given digest, or None if the index has no root for it."""
 
     def __init__(self, keyring: Keyring, identity_of: Callable[[bytes], Identity | None]) -> None:
         self.keyring = keyring
@@ -119,21 +120,22 @@ class Sealing:
     # -- names ---------------------------------------------------------------------------------------
 
     def key_name(self, identity: bytes, key: bytes) -> bytes | None:
-        """Return the name that replaces a page's key in the index; None if the tenant has no key."""
+        """Return the keyed hash that the index has in place of a page's key; None if the tenant has no
+        encryption key."""
         data_key = self._find(identity)
         return data_key.name(key, b"key") if data_key is not None else None
 
     def beginning(self, identity: bytes, parent: int, tokens: bytes) -> bytes | None:
-        """Return the name that replaces the beginning of a chunk below ``parent`` in the index; None if the
-        tenant has no key. Chunks with the same first four tokens have the same name."""
+        """Return the keyed hash that the index has in place of the first four tokens of a chunk below
+        ``parent``; None if the tenant has no encryption key."""
         data_key = self._find(identity)
         return _beginning(data_key, parent, tokens) if data_key is not None else None
 
     def links(
         self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
     ) -> tuple[bytes | None, list[bytes]]:
-        """Return the names under which the index may have pages right below ``parent``: the key's name if
-        only ``whole`` pages count, otherwise those of the beginnings of ``tokens``."""
+        """Return the keyed hashes under which the index may have pages right below ``parent``: that of
+        ``key`` if only ``whole`` pages count, otherwise those of the beginnings of ``tokens``."""
         if whole:
             return (self.key_name(identity, key) if key is not None else None), []
         names = [self.beginning(identity, parent, each) for each in beginnings(tokens)]
@@ -142,16 +144,16 @@ class Sealing:
     # -- payloads ------------------------------------------------------------------------------------
 
     def seal_payload(self, record: PageRecord, payload: memoryview, out: memoryview) -> Seal:
-        """Seal ``payload`` into ``out``, which has the size of the page's room. Return the seal, without the
-        checksum of ``out``. Make a key if there is none. Raise :class:`OSError` if the key cannot be
-        stored."""
+        """Encrypt ``payload`` into ``out``, which has the size of the page's room. Return the seal, with 0 in
+        place of the checksum of ``out``. Make a key if the page's scope has none. Raise :class:`OSError` if
+        the key cannot be stored."""
         data_key = self._key_for(record)
         salt = os.urandom(SALT_BYTES)
         return Seal(data_key.id, salt, data_key.seal(salt, _payload_facts(record), payload, out), 0)
 
     def open_payload(self, record: PageRecord, sealed: memoryview, out: memoryview) -> bool:
-        """Open a sealed payload into ``out``, which has the size of the plain payload. Return False if these
-        bytes were not sealed for this record, or if the key is gone. Then do not use ``out``."""
+        """Decrypt a payload into ``out``, which has the size of the plain payload. Return False if these
+        bytes were not sealed for this record, or if the key was dropped; then do not use ``out``."""
         seal = Seal.unpack(record.seal)
         data_key = self.keyring.by_id(seal.key_id)
         return data_key is not None and data_key.open(
@@ -164,7 +166,7 @@ class Sealing:
         """Return the form in which the index stores a record whose payload was sealed."""
         seal = Seal.unpack(record.seal)
         data_key = self.keyring.by_id(seal.key_id)
-        if data_key is None:  # forgotten meanwhile: the payload cannot be opened, nor this record
+        if data_key is None:  # dropped since the payload was sealed: neither payload nor record can be opened
             data_key = _NOT_KEPT
         names = data_key
         if data_key.scope.session:
@@ -187,14 +189,15 @@ class Sealing:
         return stored
 
     def addition(self, record: PageRecord) -> tuple[PageRecord, memoryview | None]:
-        """Return a written record as a commit adds it: its stored form, and its sealed payload if that is
-        inline."""
+        """Return the stored form of a written record, and its sealed payload if that is inline, for the
+        commit."""
         payload = memoryview(record.seal)[SEAL_BYTES:] if record.place == INLINE else None
         record.seal = record.seal[:SEAL_BYTES]
         return self.sealed(record), payload
 
     def opened(self, stored: PageRecord) -> PageRecord | None:
-        """Open a stored record. Return None if it was changed, or if its key is gone."""
+        """Decrypt a stored record. Return None if the record was changed, or its encryption key was
+        dropped."""
         if stored.codec or len(stored.tokens) < SEALED_BYTES:
             return None
         prefix = stored.tokens[: _PREFIX.size]
@@ -218,14 +221,14 @@ class Sealing:
         )
 
     def moment(self, session: bytes = b"") -> bytes:
-        """Return the value of :attr:`PageRecord.seal` for a record that is made now, before it is sealed with
-        the key of ``session`` (empty: of its tenant)."""
+        """Return the value of :attr:`PageRecord.seal` for a record that is created now. It says which drops
+        of keys came before, and which session's key will encrypt the page (empty: the tenant's key)."""
         return _MOMENT.pack(self.keyring.drops) + session
 
     # -- keys ----------------------------------------------------------------------------------------
 
     def make_keys(self, records: Iterable[PageRecord]) -> None:
-        """Make the keys that these pages need, all at once. Raise :class:`OSError` if they cannot be
+        """Make the keys that these pages need, with one sync. Raise :class:`OSError` if the keys cannot be
         stored."""
         wanted: dict[tuple[Scope, int], None] = {}
         for record in records:
@@ -235,7 +238,8 @@ class Sealing:
         self.keyring.make(wanted)
 
     def _wanted(self, record: PageRecord) -> tuple[Scope | None, int]:
-        """Return the scope of a page that is not sealed yet, and ``drops`` when its record was made."""
+        """Return the scope of a page that is not sealed yet, and the value of :attr:`Keyring.drops` when its
+        record was created."""
         scope = self.scope(record.identity)
         if not record.seal:
             return scope, self.keyring.drops
@@ -244,8 +248,8 @@ class Sealing:
         return (scope._replace(session=session) if scope is not None else None), drops
 
     def _key_for(self, record: PageRecord) -> DataKey:
-        """Return the key that seals a page. If the page's tenant, model or session was forgotten after its
-        record was made, the key is random and is not kept."""
+        """Return the key for sealing a page. If the page's tenant, model or session was forgotten after the
+        record was created, the key is random and is not stored."""
         scope, drops = self._wanted(record)
         found = self.keyring.key(scope, drops=drops) if scope is not None else None
         return found if found is not None else _NOT_KEPT
@@ -255,7 +259,8 @@ class Sealing:
         return self.keyring.find(scope) if scope is not None else None
 
     def scope(self, digest: bytes) -> Scope | None:
-        """Return the tenant and model with this digest; None if the index has no root for it."""
+        """Return the tenant and model of the identity with this digest; None if the index has no root for
+        the identity."""
         scope = self._scopes.get(digest)
         if scope is None and (identity := self._identity_of(digest)) is not None:
             scope = self._scopes[digest] = Scope(identity.tenant, identity.model)
@@ -263,38 +268,39 @@ class Sealing:
 
 
 class SessionKeys:
-    """The data keys of sessions, in a directory that ``sealing`` encrypts (None: there are none).
-    Thread-safe."""
+    """The data keys of sessions. Thread-safe. ``sealing`` is None if the directory is not encrypted; then
+    sessions have no keys."""
 
     def __init__(self, sealing: Sealing | None) -> None:
         self._sealing = sealing
 
     def hash(self, tenant: str, name: str | None) -> bytes:
-        """Return what stands for the session whose key encrypts pages that it saves. Empty without a session,
-        and if sessions get no keys."""
+        """Return the hash of a session whose key encrypts its pages; empty if ``name`` is None or if sessions
+        get no keys."""
         if name is None or self._sealing is None or not self._sealing.keyring.session_keys:
             return b""
         return session_hash(tenant, name)
 
     def of(self, record: PageRecord) -> bytes:
-        """Return the hash of the session whose key encrypts the page of an opened record; empty if there is
-        none."""
+        """Return the hash of the session whose key encrypts the page of an opened record; empty if no
+        session's key does."""
         if self._sealing is None or not record.seal:
             return b""
         data_key = self._sealing.keyring.by_id(Seal.unpack(record.seal[:SEAL_BYTES]).key_id)
         return data_key.scope.session if data_key is not None else b""
 
     def admits(self, identity: bytes, session: bytes) -> bool:
-        """Return whether a page of this identity and session can be encrypted: there may be too many keys."""
+        """Return whether a page of this identity and session can be encrypted. It cannot if the session has
+        no key and there are too many session keys."""
         if self._sealing is None or not session:
             return True
         scope = self._sealing.scope(identity) or Scope("", "")
         return self._sealing.keyring.admits(scope._replace(session=session))
 
     def free(self, page_table: PageTable | None) -> None:
-        """Drop the keys of sessions without pages on disk, if there may be many. No page may be between
-        ``DiskTier.write`` and the end of ``DiskTier.commit``. Raise :class:`OSError` if the keyring cannot be
-        written."""
+        """Drop the keys of sessions without pages on disk, if there may be many such keys. No page may be
+        between ``DiskTier.write`` and the end of ``DiskTier.commit``. Raise :class:`OSError` if the keyring
+        cannot be written."""
         if self._sealing is None or page_table is None or not self._sealing.keyring.sessions_due:
             return
         used = page_table.used_keys().astype("<i8").tobytes()
@@ -312,9 +318,10 @@ class SealedPayloads:
         self._staging = Staging(_STAGING_BYTES)
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
-        """Seal payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
-        seals, and the checksums of unencoded pages. An inline payload stays in ``record.seal`` until the
-        commit. It is sealed now, so that a tenant that is forgotten before the commit gets no new key."""
+        """Encrypt payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
+        seals, and the checksums of unencoded pages. An encrypted inline payload is kept in ``record.seal``
+        until the commit. It is encrypted here and not in the commit, so that a tenant that is forgotten in
+        between gets no new key."""
         self._sealing.make_keys(record for record, _ in pages)
         for record, view in pages:
             if record.place == INLINE:
@@ -322,16 +329,15 @@ class SealedPayloads:
                 seal = self._sealing.seal_payload(record, view, out)
                 record.seal = seal._replace(checksum=xxhash.xxh3_64_intdigest(out)).pack() + out
         outside = [page for page in pages if page[0].place != INLINE]
-        if not outside:
-            return
-        try:
-            memory = self._staging.take(sum(slot_bytes(record.room) for record, _ in outside))
-        except UsageError as error:
-            raise OSError(errno.ENOMEM, str(error)) from error
-        try:
-            self._write(outside, memory)
-        finally:
-            self._staging.give_back([memory])
+        if outside:
+            try:
+                memory = self._staging.take(sum(slot_bytes(record.room) for record, _ in outside))
+            except UsageError as error:
+                raise OSError(errno.ENOMEM, str(error)) from error
+            try:
+                self._write(outside, memory)
+            finally:
+                self._staging.give_back([memory])
 
     def _write(self, pages: Sequence[tuple[PageRecord, memoryview]], memory: Memory) -> None:
         sealed: list[tuple[PageRecord, memoryview]] = []
@@ -354,7 +360,7 @@ class SealedPayloads:
 
 
 _NOT_KEPT = DataKey(bytes(ID_BYTES), Scope("", ""), memoryview(bytes(KEY_BYTES)), 0)
-_NOT_KEPT.dropped = True  # each use gets a random key
+_NOT_KEPT.dropped = True  # so each use gets a random key
 
 
 def _beginning(key: DataKey, parent: int, tokens: bytes) -> bytes:

@@ -1,4 +1,5 @@
-"""The free space: slots in the extent space, and room in the index. Rebuilt from the pages' facts at open."""
+"""The free space of a directory: slots in the extent space, and room in the index. The free space is not
+stored: each opening computes it from the pages' facts."""
 
 from __future__ import annotations
 
@@ -18,46 +19,45 @@ from tierstore.tiers.disk.records import INLINE, PIECE_BYTES, SEALED_BYTES, Page
 from tierstore.tiers.slabs import Slab, SlabAllocator, best_run, slot_bytes
 from tierstore.units import GIB, KIB, MIB, format_size
 
-# -- shares of the cap -------------------------------------------------------------------------------
+# -- shares of the capacity --------------------------------------------------------------------------
 #
-# How a directory's byte capacity is divided between the index, the extents and everything else in it.
-#
-# The cap is hard. LMDB's map and the extent space get fixed sizes at open, so that together with a fixed
-# allowance for the rest they can never exceed it. Nothing is measured while running.
+# A directory's capacity is divided between the index, the extents, and a fixed allowance for other files.
+# LMDB's map and the extent space get fixed sizes at open, so the files can never exceed the capacity, and
+# nothing needs to be measured while the store runs.
 
 
 _ALLOWANCE = 40 * KIB  # two directories, the lock file, LMDB's lock file
-_BLOCK_MAP_FRACTION = 256  # 1/n for the file system's own map of the extent files: 1/330 at worst on ext4
+_BLOCK_MAP_FRACTION = 256  # 1/n for the file system's block map of the extent files: 1/330 at worst on ext4
 _LEAST_INDEX = 256 * KIB
 _RECORD_SHARE = 704  # per page: a 64-token record, facts and link in B-tree leaves; 540 to 600 were measured
-_LEAST_RECORDS_FRACTION = 64  # 1/n of the cap: other models may have smaller pages
-_SLACK_FRACTION = 512  # 1/n of the cap, for inline payloads beside larger pages
+_LEAST_RECORDS_FRACTION = 64  # at least 1/n of the capacity for records: other models may have smaller pages
+_SLACK_FRACTION = 512  # 1/n of the capacity for inline payloads, if most pages are not inline
 _MOST_SLACK = 64 * MIB
-_INLINE_FRACTION = 31 / 32  # share of the cap for the index, if pages are small enough to be in it
-_KEPT_STEPS = 16  # 1/n of the cap
+_INLINE_FRACTION = 31 / 32  # share of the capacity for the index, if the usual pages are inline
+_KEPT_STEPS = 16  # shares change in steps of 1/n of the capacity
 _LEAST_FILE = 1 * GIB
 _MOST_FILES = 256
-_UNITS = 1024  # and up to twice as many: fine enough for slabs that waste little
+_UNITS = 1024  # an extent space has 1024 to 2048 units: small enough for slabs that waste little
 _LEAST_UNITS = 16
 _MOST_UNITS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceLayout:
-    """A division of the cap: ``index_bytes`` + ``extent_bytes`` + the file system's overhead ≤
+    """A division of the capacity: ``index_bytes`` + ``extent_bytes`` + the file system's overhead ≤
     ``capacity_bytes``."""
 
     capacity_bytes: int
     index_bytes: int  # LMDB's map size, which its file never exceeds
-    payload_bytes: int  # the part for inline payloads: the rest is for records
+    payload_bytes: int  # the part of index_bytes for inline payloads
     extent_bytes: int
 
     def keeping(self, *, index_bytes: int, extent_bytes: int) -> SpaceLayout:
-        """Return a division of the same cap that keeps an index and extents of these sizes, up to half of the
-        cap each. Otherwise pages of another size would have to leave although there is room."""
+        """Return a division of the same capacity that has room for an index and extents of these sizes, up to
+        half of the capacity each. So pages of another size, saved earlier, are not evicted without need."""
         room = self.capacity_bytes - _ALLOWANCE
         half = _round_down(room // 2)
-        # In steps: the needed sizes change a little from run to run, and each other division moves pages.
+        # Change in steps: the needed sizes vary a little from run to run, and each new division moves pages.
         step = _round_down(room // _KEPT_STEPS)
         if self.index_bytes < min(index_bytes, half):
             index = min(-(-index_bytes // step) * step, half)
@@ -71,11 +71,9 @@ class SpaceLayout:
 
 
 def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int, sealed: bool = False) -> SpaceLayout:
-    """Divide a cap for a store that mostly writes pages of ``page_bytes``. ``sealed``: it will be encrypted,
-    and its records are larger.
-
-    Raise :class:`UsageError` if not even one such page fits.
-    """
+    """Divide the capacity of a store that mostly writes pages of ``page_bytes``. ``sealed`` says whether the
+    store is encrypted, which makes its records larger. Raise :class:`UsageError` if not even one page of this
+    size fits."""
     if page_bytes < 1 or inline_bytes < 0:
         raise UsageError(
             f"page_bytes must be at least 1 and inline_bytes at least 0, got {page_bytes} and {inline_bytes}"
@@ -104,8 +102,8 @@ def split(capacity_bytes: int, *, page_bytes: int, inline_bytes: int, sealed: bo
 
 
 def unit_bytes(extent_bytes: int, before: int | None) -> int:
-    """Return the slab unit for an extent space. The unit used ``before`` is kept if possible, since slots
-    keep their positions only under the same unit."""
+    """Return the slab unit for an extent space. The unit used ``before`` is kept if possible, because with
+    another unit, slots would have other positions."""
     if before and _LEAST_UNITS <= extent_bytes // before <= _MOST_UNITS:
         return before
     wanted = extent_bytes // _UNITS
@@ -113,7 +111,7 @@ def unit_bytes(extent_bytes: int, before: int | None) -> int:
 
 
 def file_bytes(extent_bytes: int) -> int:
-    """Return the size of one extent file: 1 GiB, or more if that would make too many files."""
+    """Return the size of one extent file: 1 GiB, or more if there would be too many files."""
     size = _LEAST_FILE
     while extent_bytes > size * _MOST_FILES:
         size *= 2
@@ -131,20 +129,21 @@ def _round_down(nbytes: int) -> int:
 
 # -- emptying slabs ------------------------------------------------------------------------------------
 #
-# Which slabs to empty, so that a class of pages without room gets some. Pure: no files, no threads.
+# If a size class has no free slots, other slabs are emptied to make room for a new slab of the class. This
+# code chooses the slabs to empty; it has no access to files.
 #
-# A *window* is a run of units that could hold a slab of the class. Pages in it, of any class, must move to
-# free slots of their own classes or to new slabs on free units. Then the slabs dissolve and the window is
-# free. The emptiest windows are the cheapest. A window may cut a larger slab, which then must be emptied as a
-# whole.
+# A *window* is a run of adjacent units that could hold the new slab. All pages in the window must move to
+# free slots of their own classes, or to new slabs on free units. Then the window's slabs are empty and their
+# units are free. The emptiest windows cost least. A window may contain only a part of a larger slab; then
+# this slab must be emptied as a whole.
 
 
-_MOST_TRIED = 24  # windows whose pages have no place to go, before the search ends
+_MOST_TRIED = 24  # the search ends after this many windows whose pages have nowhere to move
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Units ``start … start + units``. ``slabs`` are the slabs in it and across its borders."""
+    """Units ``start … start + units``. ``slabs`` are all slabs that have units in the window."""
 
     start: int
     units: int
@@ -161,19 +160,22 @@ def choose(
     most_moved: float,
     joining: bool = False,
 ) -> list[Window]:
-    """Return up to ``count`` windows for slabs of pages of ``nbytes``: the cheapest ones whose pages have a
-    place to go.
+    """Return up to ``count`` windows for slabs of pages of ``nbytes``: the cheapest windows whose pages have
+    free slots to move to.
 
-    ``wanted`` are free slots, by slot bytes, that are about to be used. ``fixed`` are slabs with pages that
-    cannot move. At most ``most_moved`` bytes move for each byte gained. Dissolved slabs are a gain. If enough
-    free units exist and only have to be joined (``joining``), the gain is the slabs that fit only afterwards.
+    ``wanted`` are the numbers of free slots, by slot bytes, that are needed for other purposes. ``fixed`` are
+    slabs with pages that cannot move. At most ``most_moved`` bytes move for each byte gained. The gain is the
+    emptied slabs. With ``joining`` (there are enough free units, but they are not adjacent), the gain is the
+    number of new slabs that fit only after the moves.
     """
     units, _ = space.shape(nbytes)
     if not units:
         return []
     elsewhere = _Elsewhere(space, wanted)
     candidates = _Candidates(space, units, fixed, joining=joining)
-    hopeless = {slot_bytes(nbytes)}  # classes; moving one within itself gains nothing
+    hopeless = {
+        slot_bytes(nbytes)
+    }  # classes whose pages must not move; for the wanted class it gains nothing
     chosen: list[Window] = []
     tried = 0
     again = True
@@ -192,13 +194,13 @@ def choose(
             tried += 1
             if elsewhere.is_hopeless(stuck):
                 hopeless.add(stuck)
-                again = True  # repeat without the windows of this class, which may be most
+                again = True  # repeat without the windows that have pages of this class, which may be most
                 break
     return chosen
 
 
 class _Candidates:
-    """All windows of a space in its present state, and their prices: the bytes that move for each byte
+    """All windows of a space, and their prices. A price is the number of bytes that move for each byte
     gained."""
 
     def __init__(self, space: SlabAllocator, units: int, fixed: Collection[Slab], *, joining: bool) -> None:
@@ -208,23 +210,23 @@ class _Candidates:
         self._fixed = np.fromiter((slab in fixed for slab in slabs), np.bool_, len(slabs))
         used = (slots - free) * self._size
         end = first + length
-        # Windows with other starts are equivalent to one of these.
+        # A window with any other start has the same slabs as a window with one of these starts.
         starts = np.unique(np.concatenate([[0], first, end, first - units]))
         self._starts = starts = starts[(starts >= 0) & (starts + units <= space.units)]
         self._low = np.searchsorted(end, starts, side="right")
         self._high = np.searchsorted(first, starts + units)
         dissolved = self._within(length)
-        if joining:  # the resulting free run, minus the run that the window's pages take elsewhere
+        if joining:  # the free units after the moves, minus the units that the moved pages need elsewhere
             run = np.append(first, space.units)[self._high] - np.insert(end, 0, 0)[self._low]
             gained = (run // units - dissolved // units) * units
-        else:  # space beyond the window's borders is gained, too
+        else:  # the units of emptied slabs outside of the window are gained, too
             gained = np.maximum(dissolved, units)
         self._good = (dissolved > 0) & (gained > 0)
         self._price = self._within(used) / (np.maximum(gained, 1) * space.unit_bytes)
 
     def cheapest(self, hopeless: Collection[int]) -> Iterator[tuple[float, int]]:
-        """Return (price, first unit) of the windows without a fixed or ``hopeless`` slab, the cheapest
-        first."""
+        """Return (price, first unit) of the windows without slabs that are fixed or of a ``hopeless`` class,
+        in order of prices."""
         stuck = np.isin(self._size, list(hopeless)) | self._fixed
         rows = np.flatnonzero(self._good & (self._within(stuck.astype(np.int64)) == 0))
         rows = rows[np.argsort(self._price[rows], kind="stable")]
@@ -235,21 +237,13 @@ class _Candidates:
         return tuple(self._slabs[self._low[row] : self._high[row]])
 
     def _within(self, each: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the sum over the slabs of each window."""
+        """Return for each window the sum of ``each``, which has one value for each slab."""
         total = np.concatenate([[0], np.cumsum(each)])
         return total[self._high] - total[self._low]  # type: ignore[no-any-return]
 
 
-def _cost(window: Window) -> Counter[int]:
-    """Return slots by slot bytes: those for the window's pages, and its own free ones."""
-    cost = Counter[int]()
-    for slab in window.slabs:
-        cost[slab.slot_bytes] += slab.slots
-    return cost
-
-
 class _Elsewhere:
-    """The places for pages while windows are chosen: free slots, and free units for new slabs."""
+    """The free slots and units to which the pages of chosen windows can move."""
 
     def __init__(self, space: SlabAllocator, wanted: Mapping[int, int]) -> None:
         self._space = space
@@ -259,21 +253,24 @@ class _Elsewhere:
         self._emptied: set[Slab] = set()
 
     def has_emptied(self, window: Window) -> bool:
-        """Return whether a slab of this window belongs to a chosen window already."""
+        """Return whether a slab of this window is also in a window that was already chosen."""
         return not self._emptied.isdisjoint(window.slabs)
 
     def is_hopeless(self, size: int) -> bool:
-        """Return whether there is no place for even one more slab's pages."""
+        """Return whether there is no room for the pages of even one more slab with slots of ``size``."""
         units, slots = self._space.shape(size)
         return self._free[size] < slots and best_run(self._taken, units) is None
 
     def take_pages_of(self, window: Window) -> int | None:
-        """Find places for all pages of a window and take them. If there are too few, take nothing and return
-        the slot bytes of pages without a place."""
+        """Allocate slots for all pages of a window. If there are too few, allocate none and return the slot
+        bytes of the pages that have no slot."""
         stop = window.start + window.units
         free, taken = Counter(self._free), bytearray(self._taken)
         taken[window.start : stop] = b"\1" * window.units
-        for size, slots in _cost(window).items():
+        needed = Counter[int]()  # the window's own free slots are lost, so count all of its slots
+        for slab in window.slabs:
+            needed[slab.slot_bytes] += slab.slots
+        for size, slots in needed.items():
             free[size] -= slots
             while free[size] < 0:
                 if not self._add_slab(size, free, taken):
@@ -294,16 +291,16 @@ class _Elsewhere:
 
 _RECORD_BYTES = 768  # reserved in the index for each page until its commit shows the real size
 _PIECE_COST = 4096 + 64
-# LMDB writes changed tree pages to new places, and reuses the old ones in the second transaction after that.
-# So twice the size of the tree, or twice what a small change touches, must stay free. Otherwise the index
-# could get stuck.
-_HEADROOM_FRACTION = 32  # more is needed if much is freed at once, so that transactions need not wait for it
+# LMDB writes changed tree pages to new places, and reuses the old pages in the second transaction after that.
+# So twice the size of the tree, or twice the part that a small change rewrites, must stay free. Otherwise a
+# full index could not even delete pages.
+_HEADROOM_FRACTION = 32  # 1/n of the index stays free, so that large removals fit into one transaction
 _LEAST_HEADROOM = 32 * KIB
 _MOST_TREE_HEADROOM = 2 * MIB
 
 
 class Shortage(enum.Enum):
-    """The reason why a page finds no room."""
+    """The reason why there is no room for a page."""
 
     NONE = "none"  # there is room
     SLOTS = "slots"
@@ -311,11 +308,11 @@ class Shortage(enum.Enum):
 
 
 class Space:
-    """The free space of one directory. Thread-safe, and never waits for a disk.
+    """The free space of one directory. Thread-safe. Does no I/O.
 
-    A place is *reserved* from :meth:`reserve` until :meth:`settle` or :meth:`unreserve`. After that it is
-    *held* until a later :meth:`settle` says that its removal is durable. A page that :meth:`settle_moved`
-    moved also holds its old place, until :meth:`vacate`.
+    A place is *reserved* from :meth:`reserve` until :meth:`settle` or :meth:`unreserve`. After
+    :meth:`settle`, the page *holds* the place until a later :meth:`settle` for the page's removal. After
+    :meth:`settle_moved`, the page also holds its old place, until :meth:`vacate`.
     """
 
     def __init__(self, layout: SpaceLayout, *, unit_bytes: int, inline_bytes: int, index: IndexUsage) -> None:
@@ -328,7 +325,7 @@ class Space:
         self._slots = SlabAllocator(layout.extent_bytes, unit_bytes=unit_bytes) if fits else None
         self._index = index
         self._index_reserved = 0
-        self._payload_reserved = 0  # the part for payloads
+        self._payload_reserved = 0  # the part of _index_reserved for payloads
         self._reserved: dict[int, int] = {}  # slots: place → slot bytes
         self._vacant: dict[int, int] = {}  # slots whose pages have moved: place → bytes
 
@@ -346,7 +343,8 @@ class Space:
         return self._slots.used_bytes if self._slots else 0
 
     def claim(self, places: Sequence[int], sizes: Sequence[int]) -> list[bool]:
-        """Hold places found at open. Return False for each that is impossible."""
+        """Hold the places that are found in the index at open. Return for each place whether it is
+        possible."""
         with self._lock:
             slots = self._slots
             return [
@@ -355,7 +353,7 @@ class Space:
             ]
 
     def unclaim(self, places: Sequence[int], sizes: Sequence[int]) -> None:
-        """Free claimed places of pages that are lost for another reason."""
+        """Free places that :meth:`claim` held."""
         with self._lock:
             for place, nbytes in zip(places, sizes, strict=True):
                 self._free(place, nbytes)
@@ -394,8 +392,8 @@ class Space:
             self._free(place, nbytes)
 
     def settle(self, added: Iterable[PageRecord], removed: Iterable[Removal], *, index: IndexUsage) -> None:
-        """Record that a transaction is durable: added pages hold their places, and removed pages' places are
-        free."""
+        """Record that a transaction is durable: the added pages hold their places, and the places of the
+        removed pages are free."""
         with self._lock:
             for record in added:
                 self._count_reserved(record.place, record.room, -1)
@@ -404,7 +402,7 @@ class Space:
             self._index = index
 
     def settle_moved(self, moved: Iterable[tuple[PageRecord, int]], *, index: IndexUsage) -> None:
-        """Record that a transaction is durable that gave pages new places. Each is given with its old
+        """Record that the new records of moved pages are durable. Each record comes with the page's old
         place."""
         with self._lock:
             for record, before in moved:
@@ -413,13 +411,13 @@ class Space:
             self._index = index
 
     def vacate(self, place: int) -> None:
-        """Free the old place of a moved page, after the last reader has left it."""
+        """Free the old place of a moved page, after all reads of it have ended."""
         with self._lock:
             self._free(place, self._vacant.pop(place))
 
     def limit(self, end: int) -> None:
-        """End the extent space at byte ``end``, because its volume has no room for more. New pages go before
-        it. Pages behind it stay until they are evicted."""
+        """Allocate no slots behind byte ``end`` of the extent space, because the volume is full. Pages behind
+        it stay until they are evicted."""
         with self._lock:
             if self._slots is not None and end < self._slots.units * self._slots.unit_bytes:
                 self._slots.limit(end // self._slots.unit_bytes)
@@ -427,16 +425,16 @@ class Space:
     # -- making room ---------------------------------------------------------------------------------
 
     def shortage(self, nbytes: int) -> Shortage:
-        """Return whether :meth:`reserve` would find a place, and if not, what is missing."""
+        """Return why :meth:`reserve` would find no place; NONE if it would find one."""
         with self._lock:
             if nbytes <= self._inline_bytes and self._payload_fits(nbytes):
                 return Shortage.NONE
-            if self._slots is None or not self._index_fits(_RECORD_BYTES):
+            if self._slots is None or self._index_room() < _RECORD_BYTES:
                 return Shortage.INDEX
             return Shortage.NONE if self._slots.has_room(nbytes) else Shortage.SLOTS
 
     def slab_slots(self, nbytes: int) -> int:
-        """Return the number of pages of ``nbytes`` in one slab."""
+        """Return the number of slots in one slab for pages of ``nbytes``."""
         return self._slots.shape(nbytes)[1] if self._slots is not None else 0
 
     def slab_bytes(self, nbytes: int) -> int:
@@ -444,20 +442,20 @@ class Space:
         return self._slots.shape(nbytes)[0] * self._slots.unit_bytes if self._slots is not None else 0
 
     def free_slots(self) -> Counter[int]:
-        """Return slot bytes → free slots, which pages of other classes cannot use."""
+        """Return slot bytes → number of free slots in existing slabs of this class."""
         with self._lock:
             return self._slots.free_slots() if self._slots is not None else Counter()
 
     def free_bytes(self) -> int:
-        """Return the bytes of the extent space without pages."""
+        """Return the number of bytes of the extent space that no page uses."""
         with self._lock:
             return self._slots.capacity_bytes - self._slots.used_bytes if self._slots is not None else 0
 
     def hold(
         self, nbytes: int, count: int, *, wanted: Mapping[int, int], most_moved: float, joining: bool
     ) -> list[Window]:
-        """Choose up to ``count`` windows (see :func:`choose`), and allocate nothing in them until
-        :meth:`unhold`."""
+        """Choose up to ``count`` windows (see :func:`choose`). Until :meth:`unhold`, no slots are allocated
+        in these windows."""
         with self._lock:
             slots = self._slots
             if slots is None:
@@ -477,14 +475,14 @@ class Space:
             return windows
 
     def unhold(self, windows: Iterable[Window]) -> None:
-        """Undo :meth:`hold`. Emptied space is available to every class."""
+        """Undo :meth:`hold`. Emptied units can become slabs of any class."""
         with self._lock:
             for window in windows:
                 assert self._slots is not None
                 self._slots.unhold(window.start, window.units)
 
     def bytes_of(self, window: Window) -> list[range]:
-        """Return the ranges of the extent space with a window's slabs."""
+        """Return the byte ranges of a window's slabs in the extent space."""
         assert self._slots is not None
         unit = self._slots.unit_bytes
         return [range(slab.start * unit, (slab.start + slab.units) * unit) for slab in window.slabs]
@@ -492,7 +490,8 @@ class Space:
     # -- checking ------------------------------------------------------------------------------------
 
     def check(self, held: Iterable[tuple[int, int]]) -> None:
-        """Assert that the used space is that of durable pages (place, bytes) plus reserved places."""
+        """Assert that the used slots are exactly those of the durable pages ``held`` (place, bytes), of
+        reserved places, and of old places of moved pages."""
         slots = {place: slot_bytes(nbytes) for place, nbytes in held if place != INLINE}
         with self._lock:
             if self._slots is not None:
@@ -502,16 +501,13 @@ class Space:
             accounted += sum(map(slot_bytes, self._vacant.values()))
             assert accounted == self.slots_used_bytes, f"{accounted} bytes are accounted for in {self._slots}"
 
-    def _index_fits(self, nbytes: int) -> bool:
-        return nbytes <= self._index_room()
-
     def _index_room(self) -> int:
         return index_room(self._index_bytes, self._index) - self._index_reserved
 
     def _payload_fits(self, nbytes: int) -> bool:
         payload = self._index.used_bytes - self._index.tree_bytes + self._payload_reserved
         cost = index_cost(nbytes, INLINE)
-        return payload + cost <= self._payload_bytes and self._index_fits(cost)
+        return payload + cost <= self._payload_bytes and cost <= self._index_room()
 
     def _count_reserved(self, place: int, nbytes: int, sign: int) -> None:
         self._index_reserved += sign * index_cost(nbytes, place)
@@ -529,25 +525,26 @@ class Space:
 
 
 def index_room(index_bytes: int, usage: IndexUsage) -> int:
-    """Return how much may be added to an index of ``index_bytes``, by the measure of :func:`index_cost`."""
+    """Return how much may be added to an index of ``index_bytes``: the sum of :func:`index_cost` of the new
+    pages."""
     headroom = max(index_bytes // _HEADROOM_FRACTION, tree_headroom(usage.tree_bytes) + _LEAST_HEADROOM)
     return index_bytes - headroom - usage.used_bytes
 
 
 def needed_index_bytes(usage: IndexUsage) -> int:
-    """Return the size of an index that just holds its present contents: there :func:`index_room` is 0."""
+    """Return the least size of an index with these contents: with this size, :func:`index_room` is 0."""
     least = usage.used_bytes + tree_headroom(usage.tree_bytes) + _LEAST_HEADROOM
     return max(usage.used_bytes * _HEADROOM_FRACTION // (_HEADROOM_FRACTION - 1), least)
 
 
 def tree_headroom(tree_bytes: int) -> int:
-    """Return the bytes that must stay free beside ``tree_bytes`` of trees, so that a transaction can rewrite
-    what it changes."""
+    """Return the number of bytes that must stay free beside trees of ``tree_bytes``, so that a transaction
+    can rewrite the parts that it changes."""
     return min(2 * tree_bytes, _MOST_TREE_HEADROOM)
 
 
 def index_cost(nbytes: int, place: int) -> int:
-    """Return the largest size of a page in the index: its record, and its payload if that is inline."""
+    """Return the most bytes that a page can take in the index: for its record, and for an inline payload."""
     if place != INLINE:
         return _RECORD_BYTES
     return _RECORD_BYTES + -(-nbytes // PIECE_BYTES) * _PIECE_COST

@@ -1,6 +1,6 @@
-"""The disk tier: reserve a place, write the payload, commit the record; read it back, remove it.
+"""The disk tier: reserves places, writes payloads, commits records, reads pages back and removes them.
 
-The tier makes no decisions: the store decides what is written and what is evicted.
+The tier makes no decisions: the store decides which pages are written and evicted.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar
 
 import xxhash
@@ -37,40 +36,40 @@ from tierstore.tiers.disk.payloads import PageRead, ReadBatch
 from tierstore.tiers.disk.records import INLINE, PageRecord, PageUse, Removal, beginnings
 from tierstore.tiers.disk.roots import identity_of
 from tierstore.tiers.disk.sealing import SealedPayloads, Sealing, SessionKeys
-from tierstore.tiers.disk.space import Space, split
+from tierstore.tiers.disk.space import split
 from tierstore.units import KIB
 
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """A snapshot. Counters start at open."""
+    """A snapshot of the disk tier's counters, which start at open."""
 
-    capacity_bytes: int  # the cap on everything under the directory
+    capacity_bytes: int  # the limit on the size of all files in the directory
     used_bytes: int  # slots and index pages in use or reserved
     file_bytes: int  # disk space of the extent files, used or not
     index_used_bytes: int
-    index_bytes: int  # the index's share of the cap
+    index_bytes: int  # the part of capacity_bytes for the index
     extent_used_bytes: int
-    extent_bytes: int  # the extents' share of the cap
+    extent_bytes: int  # the part of capacity_bytes for the extents
     pages: int  # durable
     direct_io: bool  # False: the file system has no O_DIRECT, and pages go through the page cache
-    read_direct: bool  # whether pages are read with O_DIRECT, and the number of parallel requests
-    read_streams: int
+    read_direct: bool  # whether pages are read with O_DIRECT
+    read_streams: int  # parallel requests of one read
     written_pages: int
     written_bytes: int
     read_pages: int
     read_bytes: int
     bad_pages: int  # reads that returned other bytes than were saved
-    failed_pages: int  # reads that the disk answered with an error
+    failed_pages: int  # reads that failed with an error of the disk
     commits: int
 
 
 class Unsynced:
-    """Payloads that were written and not committed yet. Tells whether the disk may have lost them.
+    """Tracks written payloads that are not committed yet, and whether the disk may have lost them.
     Thread-safe.
 
-    The kernel reports a lost write once. Everything written before a failed sync may be gone, although the
-    next sync succeeds.
+    The kernel reports a lost write only once. Everything written before a failed sync may be lost, even if
+    the next sync succeeds.
     """
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ class Unsynced:
         self._failed_syncs = 0
 
     def begin(self) -> int:
-        """Return a number to pass to :meth:`written` after the writes that start now."""
+        """Call this before writing, and pass the result to :meth:`written` after it."""
         return self._failed_syncs
 
     def written(self, places: Iterable[int], begun: int) -> None:
@@ -102,7 +101,7 @@ class Unsynced:
                     raise OSError(errno.EIO, "the disk failed after this page was written")
 
     def forget(self, places: Iterable[int]) -> None:
-        """Forget places that are durable now, or were freed."""
+        """Stop tracking places whose payloads are durable now, or that were freed."""
         with self._lock:
             for place in places:
                 self._written.pop(place, None)
@@ -133,7 +132,7 @@ class DiskTier:
     ) -> None:
         self._io = io
         self.encoder = encoder  # encodes pages before they are written; None: pages are not encoded
-        self.in_flight = in_flight  # the running calls, which show whether the disk still answers
+        self.in_flight = in_flight  # the running I/O calls, which show whether the disk still responds
         self._layout = parts.layout
         self._directory = parts.directory
         self._presence = Presence(parts.directory.path, in_flight)
@@ -141,12 +140,12 @@ class DiskTier:
         self._index_db = parts.index_db
         self._extents = parts.extents
         self._payloads = parts.payloads
-        self._space = parts.space
+        self.space = parts.space  # the free space, in which the store makes room
         self._scan = parts.scan
-        # pages that need not be looked up in the index
+        # tells which pages need not be looked up in the index
         self.child_filter = ChildFilter(parts.index_db, in_flight)
         self.serials = parts.serials
-        self.fitted = parts.fitted  # the result of a change of capacity at open
+        self.fitted = parts.fitted  # pages evicted and moved at open because the capacity had changed
         self.keyring = keyring
         self._sealing: Sealing | None = None
         self._sealed_payloads: SealedPayloads | None = None
@@ -162,7 +161,7 @@ class DiskTier:
         self._closed = False
         # Guarded by _lock.
         self._lock = threading.Lock()
-        self._pages = len(parts.index_db)
+        self.pages = len(parts.index_db)  # number of durable pages
         self._counts: Counter[str] = Counter()
 
     @classmethod
@@ -185,10 +184,10 @@ class DiskTier:
         ``capacity_bytes`` limits everything in it. ``page_bytes`` is the usual size of new pages. Pages of
         ``inline_bytes`` or less are stored in the index. ``io_threads`` is the number of requests in flight
         per batch. ``codec`` (a name of :mod:`tierstore.codec`) is used for pages passed to :attr:`encoder`.
-        Any of these may change from one opening to the next. If there are too many pages, those leave first
-        that ``policy`` (a name of :data:`tierstore.policy.POLICIES`) ranks worst, and others are moved;
-        :attr:`fitted` has the numbers. With a ``keyring``, which the tier closes at its end, the pages are
-        encrypted (:mod:`tierstore.tiers.disk.sealing`).
+        Each of these settings may differ between two openings. If the pages do not fit any more, those that
+        ``policy`` (a name of :data:`tierstore.policy.POLICIES`) ranks worst are evicted, and others are
+        moved; :attr:`fitted` has the numbers. With a ``keyring``, the pages are encrypted
+        (:mod:`tierstore.tiers.disk.sealing`); :meth:`close` also closes the keyring.
 
         Raise :class:`~tierstore.errors.UsageError` for a capacity below one page or an unknown codec, and
         :class:`~tierstore.errors.StoreUnavailableError` for a directory that cannot be used.
@@ -219,21 +218,19 @@ class DiskTier:
     def __enter__(self) -> DiskTier:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"DiskTier({self._directory.path}, {self._pages} pages, {self._space})"
+        return f"DiskTier({self._directory.path}, {self.pages} pages, {self.space})"
 
     # -- contents ------------------------------------------------------------------------------------
 
     @property
     def page_table(self) -> PageTable | None:
-        """The facts of all durable pages; None until they have been read, which takes a second for a million.
-        Until then, pages are found and read, but none is written or evicted. The caller adds and removes
-        pages as it decides."""
+        """The facts of all durable pages; None until the scan of the index has read them, which takes a
+        second for a million pages. Until then, pages can be found and read, but not written or evicted.
+        :meth:`commit` adds pages to it, and the caller removes them."""
         return self._scan.page_table
 
     def wait_scanned(self, timeout: float | None = None) -> bool:
@@ -241,74 +238,63 @@ class DiskTier:
         return self._scan.wait(timeout) and self._scan.page_table is not None
 
     @property
-    def space(self) -> Space:
-        """The free space, in which the store makes room."""
-        return self._space
-
-    @property
-    def pages(self) -> int:
-        """Number of durable pages."""
-        return self._pages
-
-    @property
     def tick(self) -> int:
         """The store's logical clock at the last commit."""
         return self._index_db.tick
 
     def identities(self) -> list[Identity]:
-        """Return the identities of everything that ever had a page here, except damaged ones. Raise
+        """Return all identities that ever had a page here, except damaged identities. Raise
         :class:`OSError` if the disk fails."""
         with self.in_flight.call():
             roots = self._index_db.roots().values()
         return [identity for root in roots if (identity := identity_of(root)) is not None]
 
     def find(self, parent: int, identity: bytes, chunks: Iterable[tuple[bytes, bytes]]) -> list[PageRecord]:
-        """Return the pages that hold ``chunks`` (key and tokens), one after the other below the page or root
-        ``parent``, as far as they exist. Raise :class:`OSError` if the disk fails."""
+        """Follow ``chunks`` (key and tokens of each) down from the page or root ``parent``. Return the pages
+        that hold them, up to the first chunk without a page. Raise :class:`OSError` if the disk fails."""
         with self.in_flight.call():
             return self._index_db.find(parent, identity, chunks)
 
     def find_similar(self, parent: int, identity: bytes, tokens: bytes) -> list[PageRecord]:
         """Return some of the pages right below ``parent`` that begin with the same four tokens as ``tokens``.
-
-        Raise :class:`OSError` if the disk fails.
-        """
+        Raise :class:`OSError` if the disk fails."""
         with self.in_flight.call():
             return self._index_db.find_similar(parent, identity, tokens)
 
     def within(self, seconds: float, look: Callable[[], T]) -> T:
         """Run ``look``, which reads the index, on one of the tier's threads, and return its result. The index
-        is mapped memory, so a disk that does not answer would block the caller for ever.
+        is mapped memory, so a disk that does not respond would block the caller for ever.
 
-        Raise :class:`OSError`, or :class:`TimeoutError` after ``seconds``; then ``look`` continues on its
-        own.
+        Raise the errors of ``look``, and :class:`TimeoutError` after ``seconds``; ``look`` then continues in
+        the background.
         """
         return self._lookers.ask(look, seconds)
 
     def scan(self) -> Iterator[tuple[int, PageRecord | None]]:
-        """Yield every page on disk by serial; the record is None if it is damaged, or its key is gone. Reads
-        the whole index."""
+        """Yield (serial, record) of every page on disk. The record is None if it is damaged, or its
+        encryption key was dropped. Reads the whole index."""
         return ((serial, self._opened(record)) for serial, record in self._index_db.scan())
 
     def records_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
-        """Return a slice of :meth:`scan`: up to ``count`` pages from ``serial`` on. Raise :class:`OSError` if
-        the disk fails."""
+        """Return up to ``count`` pages of :meth:`scan`, from ``serial`` on. Raise :class:`OSError` if the
+        disk fails."""
+        return [(number, self._opened(record)) for number, record in self.stored_from(serial, count)]
+
+    def stored_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
+        """Return :meth:`records_from` in the stored form, which includes pages whose key was dropped."""
         with self.in_flight.call():
-            found = self._index_db.records_from(serial, count)
-        return [(number, self._opened(record)) for number, record in found]
+            return self._index_db.records_from(serial, count)
 
     def records(self, serials: Iterable[int]) -> list[PageRecord | None]:
-        """Return the record of each serial; None if it is missing, or cannot be read. Raise :class:`OSError`
-        if the disk fails."""
-        with self.in_flight.call():
-            found = list(self._index_db.records(serials))
-        return [self._opened(record) for record in found]
+        """Return the record of each serial; None if it is missing or damaged, or its encryption key was
+        dropped. Raise :class:`OSError` if the disk fails."""
+        return [self._opened(record) for record in self.stored_records(serials)]
 
     def may_lead(
         self, parent: int, identity: bytes, key: bytes | None, tokens: bytes, *, whole: bool
     ) -> bool:
-        """Return whether the disk may have a page right below ``parent`` that has this key or, unless only
-        ``whole`` pages count, begins with the same four tokens. Does no I/O."""
+        """Return whether the disk may have a page right below ``parent`` that has this ``key`` or, if not
+        only ``whole`` pages count, begins with the first four of ``tokens``. Does no I/O."""
         if self._sealing is None:
             return self.child_filter.may_lead(parent, *((key, ()) if whole else (None, beginnings(tokens))))
         return self.child_filter.may_lead(
@@ -316,14 +302,14 @@ class DiskTier:
         )
 
     def root_serials(self) -> set[int]:
-        """Return the serials that records of first pages have as parents. Raise :class:`OSError` if the disk
-        fails."""
+        """Return the serials of all roots, which are the parents of prompts' first pages. Raise
+        :class:`OSError` if the disk fails."""
         with self.in_flight.call():
             return set(self._index_db.roots())
 
     def stored_records(self, serials: Iterable[int]) -> list[PageRecord | None]:
-        """Return the record of each page as it is stored, for :meth:`read` and :meth:`write` with ``stored``
-        and for :meth:`relocate`; None if it is missing or damaged. Raise :class:`OSError` if the disk
+        """Return the stored form of each record, for :meth:`read` and :meth:`write` with ``stored`` and for
+        :meth:`relocate`; None if the record is missing or damaged. Raise :class:`OSError` if the disk
         fails."""
         with self.in_flight.call():
             return list(self._index_db.records(serials))
@@ -332,32 +318,33 @@ class DiskTier:
 
     def reserve(self, nbytes: int) -> int | None:
         """Reserve a place for a payload of ``nbytes``. Return None if there is no room. Does no I/O."""
-        return self._space.reserve(nbytes)
+        return self.space.reserve(nbytes)
 
     def reserve_many(self, nbytes: int, count: int) -> list[int]:
-        """Reserve up to ``count`` places. Return fewer if there is no more room."""
-        return self._space.reserve_many(nbytes, count)
+        """Reserve up to ``count`` places for ``nbytes`` each. Return fewer if there is no more room."""
+        return self.space.reserve_many(nbytes, count)
 
     def moment(self, session: bytes = b"") -> bytes:
-        """Return the value of :attr:`PageRecord.seal` for a page that is about to be written, with the key of
-        ``session`` (empty: of its tenant). A page that was placed before its tenant or session was forgotten,
-        and is sealed after it, cannot be opened."""
+        """Return the value of :attr:`PageRecord.seal` for a page that is about to be written. The key of
+        ``session`` (empty: of the tenant) will encrypt it. If that tenant or session is forgotten between
+        this call and the write, the page can never be decrypted."""
         return self._sealing.moment(session) if self._sealing is not None else b""
 
     def unreserve(self, place: int, nbytes: int) -> None:
-        """Free a place that :meth:`reserve` returned and no :meth:`commit` has added."""
+        """Free a place that :meth:`reserve` returned, if no :meth:`commit` has added its page."""
         self._unsynced.forget([place])
-        self._space.unreserve(place, nbytes)
+        self.space.unreserve(place, nbytes)
 
     # -- bytes ---------------------------------------------------------------------------------------
 
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]], *, stored: bool = False) -> None:
         """Write payloads to their reserved places. For unencoded pages, also set ``record.checksum``. For
         encoded pages, the payload is the codec's output, and the record is already complete. In an encrypted
-        directory, also set ``record.seal``; ``stored`` records have payloads that are sealed already.
+        directory, also encrypt the payloads and set ``record.seal``, except with ``stored``: then the records
+        are in the stored form, and the payloads are encrypted already.
 
         Nothing is durable before :meth:`commit`. Views at addresses that are multiples of 4096 are written
-        directly. Raise :class:`OSError` if the disk fails; no write to the places is then running any more.
+        with O_DIRECT. Raise :class:`OSError` if the disk fails; no write to the places is running then.
         """
         begun = self._unsynced.begin()
         for record, view in pages:
@@ -373,16 +360,17 @@ class DiskTier:
             else:
                 self._sealed_payloads.write(pages)
         except OSError as error:
-            if error.errno in VOLUME_FULL:  # from now on, pages are evicted for new ones
+            if error.errno in VOLUME_FULL:  # from now on, new pages get the places of evicted pages
                 self.space.limit(self._extents.allocated_bytes)
             raise
         self._unsynced.written([record.place for record, _ in outside], begun)
 
     def read(self, pages: Sequence[tuple[PageRecord, memoryview]], *, stored: bool = False) -> ReadBatch:
-        """Fill the views, and return for each page whether it is byte for byte as it was saved. Of ``stored``
-        records, fill them with the payloads as they are on disk, for :meth:`write` to another place.
+        """Fill the views, and return for each page whether it is byte for byte as it was saved. With
+        ``stored``, the records are in the stored form, and the views get the payloads as they are on disk,
+        for :meth:`write` to another place.
 
-        A failing disk raises nothing: failed and damaged pages are different outcomes.
+        A failing disk raises no error. Failed and damaged pages are different outcomes.
         """
         outcomes = [PageRead.FAILED] * len(pages)
         outside = [index for index, (record, _) in enumerate(pages) if record.place != INLINE]
@@ -430,13 +418,14 @@ class DiskTier:
         used: Mapping[int, PageUse],
         tick: int = 0,
     ) -> Mapping[int, PageRecord]:
-        """Make written pages, removals and uses (including those of added pages) durable, all together.
-        ``tick`` is the store's logical clock.
+        """Make written pages, removals and uses (including those of added pages) durable in one transaction.
+        ``tick`` is the store's logical clock. The view beside an added record is the payload of an inline
+        page, and is not used for other pages.
 
-        On return, ``added`` are durable and the places of ``removed`` are free. An inline page's view is its
-        payload. Removals happen before additions, so a page may leave and return under its serial. Return the
-        records that were removed, by serial, without damaged ones. Raise :class:`OSError` if the disk fails;
-        then nothing was added, and the caller must pass the same removals again.
+        On return, the ``added`` pages are durable and the places of the ``removed`` pages are free. Removals
+        happen before additions, so a page may be removed and added again under its serial. Return the removed
+        records, by serial, without damaged records. Raise :class:`OSError` if the disk fails; then nothing
+        was added, and the caller must pass the same removals again.
         """
         with self._commit_lock:
             self._presence.require()
@@ -451,13 +440,13 @@ class DiskTier:
             with self.in_flight.call():
                 self._index_db.apply(change)
             self.child_filter.add(records)
-            self._space.settle(records, removed, index=self._index_db.usage)
+            self.space.settle(records, removed, index=self._index_db.usage)
             if self.page_table is not None:
                 self.page_table.add(records, used)
             self.serials.written(new.roots)
             self._unsynced.forget([record.place for record in records])
             with self._lock:
-                self._pages = len(self._index_db)
+                self.pages = len(self._index_db)
                 self._counts["commits"] += 1
                 self._counts["written_pages"] += len(records)
                 self._counts["written_bytes"] += sum(record.payload_bytes for record in records)
@@ -466,33 +455,28 @@ class DiskTier:
         return {serial: opened for serial, left in change.left.items() if (opened := self._opened(left))}
 
     def forget_roots(self, serials: Sequence[int]) -> None:
-        """Delete roots that :attr:`serials` has forgotten. From now on, no lookup finds the pages below them,
-        even after a restart. The pages stay until they are removed. Raise :class:`OSError` if the disk
+        """Delete roots that :attr:`serials` has forgotten. From now on, no lookup finds the pages below these
+        roots, even after a restart. The pages stay until they are removed. Raise :class:`OSError` if the disk
         fails."""
         with self._changing():
             self._index_db.forget_roots(serials)
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
-        """Change the index in this block, without a commit at the same time. Raise :class:`OSError` if the
+        """Exclude commits while the caller changes the index in this block. Raise :class:`OSError` if the
         directory is gone."""
         with self._commit_lock:
             self._presence.require()
             with self.in_flight.call():
                 yield
 
-    def stored_from(self, serial: int, count: int) -> list[tuple[int, PageRecord | None]]:
-        """Return :meth:`records_from` as the pages are stored: also those without a key."""
-        with self.in_flight.call():
-            return self._index_db.records_from(serial, count)
-
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
-        """Make it durable that pages are where :meth:`write` has copied them: each new record, and the place
-        that it had before. The old places stay in use until ``space.vacate``, for running readers, and so
-        that a crash finds one of the two.
+        """Replace the records of pages that :meth:`write` has copied to new places, durably. Each new record
+        comes with the page's old place. The old places stay in use until ``space.vacate``, because reads of
+        them may still be running.
 
-        The caller must change the page table. Raise :class:`OSError` if the disk fails; then nothing has
-        moved.
+        The caller must also change the page table. Raise :class:`OSError` if the disk fails; then all pages
+        are still at their old places.
         """
         with self._commit_lock:
             self._presence.require()
@@ -500,7 +484,7 @@ class DiskTier:
             self._unsynced.require([record for record, _ in moved])
             with self.in_flight.call():
                 self._index_db.relocate(moved)
-            self._space.settle_moved(moved, index=self._index_db.usage)
+            self.space.settle_moved(moved, index=self._index_db.usage)
             self._unsynced.forget([record.place for record, _ in moved])
             with self._lock:
                 self._counts["commits"] += 1
@@ -513,7 +497,8 @@ class DiskTier:
             raise
 
     def departures(self) -> bytes:
-        """Return what :meth:`keep_departures` has stored; empty if nothing was, or it cannot be read."""
+        """Return the value stored by :meth:`keep_departures`; empty if there is none, or it cannot be
+        read."""
         try:
             return self._index_db.get_extra(_DEPARTURES)
         except OSError as error:
@@ -521,9 +506,9 @@ class DiskTier:
             return b""
 
     def keep_departures(self, dump: bytes) -> None:
-        """Store the memory of pages that have left, for the next opening. Not in an encrypted directory: it
-        would tell whether a guessed prompt was there. Raise :class:`OSError` if there is no room for it, or
-        the disk fails."""
+        """Store the list of evicted pages, for the next opening. An encrypted directory does not store it,
+        because it would reveal whether a guessed prompt was saved. Raise :class:`OSError` if there is no room
+        for it, or the disk fails."""
         if self._sealing is not None:
             return
         with self._commit_lock:
@@ -531,18 +516,18 @@ class DiskTier:
             self._index_db.put_extra(_DEPARTURES, dump)
 
     def probe(self, tick: int) -> None:
-        """Do everything that a batch of pages needs, without leaving a page. Raise :class:`OSError` if the
-        disk cannot do it."""
+        """Write, commit and read a test page that leaves no trace. Raise :class:`OSError` if the disk fails
+        to do this."""
         self._presence.require()
-        try_out(self._space, self._payloads, lambda: self.commit([], [], {}, tick))
+        try_out(self.space, self._payloads, lambda: self.commit([], [], {}, tick))
 
     # -- statistics and checks -----------------------------------------------------------------------
 
     def stats(self) -> DiskStats:
         """Return a snapshot. Does no I/O."""
         mode = self._payloads.read_mode
-        index_used = self._space.index_used_bytes
-        extent_used = self._space.slots_used_bytes
+        index_used = self.space.index_used_bytes
+        extent_used = self.space.slots_used_bytes
         with self._lock:
             counts = Counter(self._counts)
         return DiskStats(
@@ -553,7 +538,7 @@ class DiskTier:
             index_bytes=self._layout.index_bytes,
             extent_used_bytes=extent_used,
             extent_bytes=self._layout.extent_bytes,
-            pages=self._pages,
+            pages=self.pages,
             direct_io=self._extents.direct,
             read_direct=mode.direct,
             read_streams=mode.streams,
@@ -567,8 +552,8 @@ class DiskTier:
         )
 
     def check(self) -> None:
-        """Assert that the index, the page table, the free space and the files agree. For idle stores: it
-        reads every record. Damaged records are ignored, because they are the disk's fault."""
+        """Assert that the index, the page table, the free space and the files agree. No other call may be
+        running. Reads every record. Ignores damaged records, because they are the disk's fault."""
         if not self.wait_scanned():
             return
         page_table = self.page_table
@@ -576,7 +561,7 @@ class DiskTier:
         with self._commit_lock:
             page_table.check()
             places = page_table.places()
-            held: list[tuple[int, int]] = []  # including pages that are about to leave
+            held: list[tuple[int, int]] = []  # (place, bytes) of all pages, also of those being removed
             serials = {*self._index_db.roots(), *self.serials.roots()}
             for serial, record in self._index_db.scan():
                 serials.add(serial)
@@ -586,24 +571,25 @@ class DiskTier:
                 place = (record.place, record.room)
                 lead = self.child_filter.may_lead(record.parent, record.key, ())
                 assert lead, f"page {serial} is missing in the filter"
-                # A tombstone has no record, but a row in the page table while there are pages below it.
+                # A parent that was removed as damaged has no record, but has a row while it has children.
                 rooted = record.parent in serials or page_table.children(record.parent)
                 assert rooted, f"page {serial} has lost its parent {record.parent}"
                 assert places.get(serial, place) == place, f"page {serial} is misplaced"
                 held.append(place)
             assert places.keys() <= serials, f"{len(places.keys() - serials)} pages are in no index"
-            assert len(held) == self._pages, f"{len(held)} records, {self._pages} counted"
-            self._space.check(held)
+            assert len(held) == self.pages, f"{len(held)} records, {self.pages} counted"
+            self.space.check(held)
             taken = self._directory.allocated_bytes()
             assert taken <= self._layout.capacity_bytes, f"{taken} bytes on disk, over {self._layout}"
 
     def close(self) -> None:
-        """Release everything, even if parts of it fail. Committed pages stay. Repeated calls do nothing. No
-        other call may be running. Raise :class:`OSError` if the files cannot be closed cleanly."""
+        """Close and release everything, even if a step fails. Committed pages stay. Repeated calls do
+        nothing. No other call may be running. Raise :class:`OSError` if the files cannot be closed
+        cleanly."""
         if self._closed:
             return
         self._closed = True
-        with ExitStack() as closing:  # the last one first
+        with ExitStack() as closing:  # runs the callbacks in reverse order
             closing.callback(self._directory.release)
             if self.keyring is not None:
                 closing.callback(self.keyring.close)

@@ -266,7 +266,7 @@ def test_what_a_large_removal_freed_in_the_index_can_be_used_at_once(open_shelf,
 
 def test_an_index_that_is_full_against_all_expectation_is_an_os_error(open_shelf):
     shelf = open_shelf(capacity_bytes=2 * MIB, page_bytes=16 * KIB)
-    shelf.tier._space._index_bytes = 1 << 40
+    shelf.tier.space._index_bytes = 1 << 40
 
     def save_until_it_fails():
         while True:

@@ -1,5 +1,4 @@
-"""The check itself: lock the directory, examine the index, read every payload, report the findings, repair if
-requested."""
+"""The steps of a check: lock the directory, examine the index, read every payload, repair, report."""
 
 from __future__ import annotations
 
@@ -47,13 +46,13 @@ from tierstore.tiers.disk.opening import (
 )
 from tierstore.tiers.disk.payloads import ReadMode
 
-DEFAULT_LIMIT = 1000  # findings that are kept with their text
+DEFAULT_LIMIT = 1000  # most findings that are kept with their text
 _READERS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CheckWatcher:
-    """Receives the progress of a check. Several threads call it, possibly at the same time."""
+    """Functions that a check calls to report its progress, on several threads, possibly at the same time."""
 
     phase: Callable[[str], None] = lambda text: None
     expect: Callable[[int, int], None] = lambda pages, nbytes: None
@@ -68,14 +67,15 @@ def fsck(
     limit: int = DEFAULT_LIMIT,
     io: FileIO | None = None,
 ) -> FsckReport:
-    """Check the store in ``path``, which no process may own. With ``repair``, repair it.
+    """Check the store in ``path``, which no process may have open. With ``repair``, repair it.
 
-    Without ``repair``, the directory does not change by a byte. A repair removes damaged and unreachable
-    pages and keeps all others. A second check then finds only damage that a person must repair. The first
+    Without ``repair``, nothing in the directory changes. A repair removes damaged and unreachable pages and
+    keeps all other pages. A second check then finds only defects that a person must repair. The first
     ``limit`` findings are kept with their text.
 
-    An index that LMDB must not open is a single finding. ``repair`` sets it aside as ``index.lmdb.damaged``,
-    until the store is next opened, and creates an empty one: without its index, no page can be found.
+    An index that LMDB cannot open safely is one finding. ``repair`` then renames it to
+    ``index.lmdb.damaged``, which the next opening deletes, and creates an empty index. All pages are lost,
+    because pages cannot be found without the index.
 
     Raise :class:`~tierstore.errors.UsageError` if there is no store in ``path``, and
     :class:`~tierstore.errors.StoreUnavailableError` if it is in use, has another format, or cannot be read.
@@ -84,7 +84,8 @@ def fsck(
     watcher = watcher or CheckWatcher()
     directory = StoreDirectory.visit(path, make_lock=repair)
     try:
-        check = _Check(directory, repair, watcher, Findings(limit), io or FileIO())
+        index_bytes = directory.index.stat().st_size
+        check = _Check(directory, repair, watcher, Findings(limit), io or FileIO(), index_bytes)
         try:
             refuse_other_formats(directory)
             if stored_format(directory.index) is None:
@@ -107,32 +108,30 @@ def fsck(
         directory.release()
 
 
+@dataclass(slots=True)
 class _Check:
     """One run of the check."""
 
-    def __init__(
-        self, directory: StoreDirectory, repair: bool, watcher: CheckWatcher, findings: Findings, io: FileIO
-    ) -> None:
-        self._directory = directory
-        self._repair = repair
-        self._watcher = watcher
-        self._findings = findings
-        self._io = io
-        self._meta: StoreMeta | None = None
-        self._found: Examination | None = None
-        self._index_bytes = directory.index.stat().st_size
-        self._payload_seconds = 0.0
-        self._verified = (0, 0)
+    _directory: StoreDirectory
+    _repair: bool
+    _watcher: CheckWatcher
+    _findings: Findings
+    _io: FileIO
+    _index_bytes: int
+    _meta: StoreMeta | None = None
+    _found: Examination | None = None
+    _payload_seconds: float = 0.0
+    _verified: tuple[int, int] = (0, 0)  # pages, bytes
 
     def unfinished(self) -> None:
-        """Check a directory whose index names no store: its first process ended too early."""
+        """Check a directory whose index has no metadata, because the first opening was interrupted."""
         check_files(self._directory, self._findings)
         if self._repair:
             self._directory.sign()
             self._directory.remove_leftovers(self._io)
 
     def damaged_index(self, damage: DamagedIndexError) -> None:
-        """Report an index that cannot be used. A repair sets it aside, and all pages are gone with it."""
+        """Report a damaged index. A repair renames it, and removes all pages."""
         self._findings.clear()
         self._found = None
         self._findings.add(Finding(Category.DAMAGED, "index", damage.why, name=INDEX))
@@ -140,7 +139,7 @@ class _Check:
         if self._repair:
             self._io.rename(self._directory.index, self._directory.damaged_index)
             self._io.sync_directory(self._directory.path)
-            for path in ExtentFileSet.of(self._directory, 0).found.values():  # no page is in them any more
+            for path in ExtentFileSet.of(self._directory, 0).found.values():
                 self._io.unlink(path)
             make_index(self._directory, self._io)
 
@@ -212,7 +211,6 @@ class _Check:
 
     @contextmanager
     def _scrub(self, rows: npt.NDArray[np.void], files: ExtentFileSet) -> Iterator[ExtentScrub]:
-        """Verify the payloads of these rows in the background."""
         assert self._meta is not None
         self._watcher.expect(len(rows), int(rows["nbytes"].sum()))
         self._watcher.phase("verifying")
@@ -235,7 +233,8 @@ class _Check:
         self._payload_seconds = max(scrub.seconds, inline_seconds)
         for verdict, why in WHY.items():
             found.condemn(chosen[verdicts == verdict], Category.DAMAGED, "payload", why)
-        self._verified = _sizes(rows[verdicts == PageVerdict.GOOD])
+        good = rows[verdicts == PageVerdict.GOOD]
+        self._verified = len(good), int(good["nbytes"].sum())
 
     def report(self, started: float) -> FsckReport:
         findings, found = self._findings, self._found
@@ -260,7 +259,3 @@ class _Check:
             seconds=time.perf_counter() - started,
             payload_seconds=self._payload_seconds,
         )
-
-
-def _sizes(rows: npt.NDArray[np.void]) -> tuple[int, int]:
-    return len(rows), int(rows["nbytes"].sum())

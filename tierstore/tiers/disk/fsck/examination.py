@@ -1,13 +1,12 @@
-"""The contents of an index, and which of its pages are good.
+"""Read an index, and find out which of its pages are good.
 
-One pass over each tree turns it into arrays without trusting anything (about 250 bytes a page). Then the
-trees are compared. Records have checksums, so they are trusted. Facts, links and pieces must agree with the
-records. If the trees disagree about a page, the page is damaged. The comparison is pure: arrays in, findings
-out.
+One pass over each tree copies it into arrays (about 250 bytes a page). Then the trees are compared. Records
+are trusted, because they have checksums. Facts, links and pieces must agree with the records; otherwise the
+page is damaged.
 
-The number of slots in a slab depends on the capacity at the last opening. In every case, a slab begins at a
-unit border, its slots are contiguous, and no two pages overlap. The check requires only this of a page's
-place. If the next opening cannot use such a place, it drops the page.
+The number of slots in a slab depends on the capacity at the last opening, which the check does not use. With
+any capacity, a slab begins at a unit border, its slots are adjacent, and no two pages overlap. The check
+requires only this of a page's place. If the next opening cannot use such a place, it removes the page.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import numpy.typing as npt
 from tierstore.keys import Identity
 from tierstore.memory import ALIGNMENT
 from tierstore.tiers.disk.fsck.findings import Category, Finding, Findings, PageName
-from tierstore.tiers.disk.index_db import IndexDB, Misfiled
+from tierstore.tiers.disk.index_db import MOST_COUNT, IndexDB, Misfiled, by_serial
 from tierstore.tiers.disk.index_file import DamagedIndexError
 from tierstore.tiers.disk.page_table import parent_rows, reachable
 from tierstore.tiers.disk.records import (
@@ -31,6 +30,7 @@ from tierstore.tiers.disk.records import (
     INLINE,
     NEXT_SERIAL,
     PIECE_BYTES,
+    SERIAL_BYTES,
     TICK,
     TREES,
     PageRecord,
@@ -51,27 +51,25 @@ ROW_DTYPE = np.dtype(
         ("serial", "<i8"),
         ("parent", "<i8"),
         ("place", "<i8"),
-        ("nbytes", "<i8"),  # bytes of its room
+        ("nbytes", "<i8"),  # the record's ``room``
         ("payload_bytes", "<i8"),
         ("page_bytes", "<i8"),
         ("codec", "u1"),
         ("checksum", "<u8"),
         ("identity", "<i4"),  # index into Inventory.digests
-        ("tokens", "<u4"),  # count
+        ("tokens", "<u4"),  # number of tokens
         ("created_s", "<f8"),
         ("link", "V48"),
     ]
 )
 LINK_DTYPE = np.dtype([("parent", ">u8"), ("names", "V32"), ("serial", ">u8")])
 PIECE_DTYPE = np.dtype([("serial", ">u8"), ("piece", ">u4")])
-_SERIAL_BYTES = 8
-_REFILINGS = 4  # passes: a key that hides another one may itself be hidden
-_LARGEST = 1 << 62  # greater than any serial, size or place of a real page
+_REFILINGS = 4  # passes: one pass may not find all keys, because a damaged key can hide other damaged keys
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """The contents of the tree of records; see :class:`Inventory`."""
+    """The contents of the tree of records. :class:`Inventory` describes the fields."""
 
     rows: npt.NDArray[np.void]
     digests: list[bytes]
@@ -84,18 +82,18 @@ class Records:
 class Inventory:
     """The contents of each tree. ``rows`` and ``facts`` are in order of serials, each serial once."""
 
-    rows: npt.NDArray[np.void]  # all records that decode (ROW_DTYPE)
-    digests: list[bytes]  # identities named by records
-    damaged: dict[int, int]  # serial → number of tokens, by its length, for each record that does not decode
+    rows: npt.NDArray[np.void]  # all records that can be decoded (ROW_DTYPE)
+    digests: list[bytes]  # the identities in the records
+    damaged: dict[int, int]  # records that cannot be decoded: serial → number of tokens, from the length
     facts: npt.NDArray[np.void]  # FACTS_DTYPE
     links: npt.NDArray[np.void]  # LINK_DTYPE
     pieces: npt.NDArray[np.void]  # PIECE_DTYPE
-    roots: dict[int, Identity]  # those that decode
-    bad_roots: list[int]
+    roots: dict[int, Identity]  # roots that can be decoded, by serial
+    bad_roots: list[int]  # serials of all other roots
     next_serial: int
     tick: int
-    odd: list[tuple[bytes, bytes]] = field(default_factory=list)  # (tree, key)
-    misfiled: dict[bytes, Misfiled] = field(default_factory=dict)  # by tree, if there are any
+    odd: list[tuple[bytes, bytes]] = field(default_factory=list)  # (tree, key) of entries with a wrong format
+    misfiled: dict[bytes, Misfiled] = field(default_factory=dict)  # damaged keys by tree
 
     @property
     def pages(self) -> int:
@@ -104,7 +102,7 @@ class Inventory:
 
 @dataclass(frozen=True, slots=True)
 class _Trees:
-    """The trees without the out-of-order entries that are not whole."""
+    """The trees, without entries that are out of order and do not match their page's record."""
 
     index_db: IndexDB
     misfiled: dict[bytes, Misfiled]
@@ -118,9 +116,9 @@ class _Trees:
 
 
 def refile(index_db: IndexDB, findings: Findings) -> None:
-    """Reorder every tree with damaged keys, and report it. Raise :class:`OSError` if the disk fails, and
+    """Put every tree with damaged keys in order, and report it. Raise :class:`OSError` if the disk fails, and
     :class:`DamagedIndexError` for a tree that cannot be put in order."""
-    # records first: they tell which entries are whole
+    # The tree of records comes first, because entries of other trees are compared with records.
     for tree in (b"pages", *(each for each in TREES if each != b"pages")):
         misfiled = index_db.misfiled(tree)
         if misfiled:
@@ -135,20 +133,20 @@ def refile(index_db: IndexDB, findings: Findings) -> None:
 
 
 def whole_entries(index_db: IndexDB, tree: bytes) -> Callable[[bytes, bytes], bool]:
-    """Return a function that tells whether an entry with a possibly damaged key matches its page's record.
-    For pieces and the store's own facts this is unknown, so it returns False."""
+    """Return a function that says whether an entry (key, value) of a tree matches its page's record. For the
+    trees ``payload`` and ``meta`` it always returns False, because records do not describe their entries."""
 
     def is_record(key: bytes, value: bytes) -> bool:
         return described(key, value) is not None
 
     def is_of_record(key: bytes, value: bytes) -> bool:
-        serial = int.from_bytes(key[-_SERIAL_BYTES:], "big")
+        serial = int.from_bytes(key[-SERIAL_BYTES:], "big")
         record = next(index_db.records([serial]), None)
         if record is None:
             return False
         if tree == b"children":
             return key == link_of(record)
-        return len(key) == _SERIAL_BYTES and value[:24] == encode_facts(record, PageUse(0, 0.0, 0))[:24]
+        return len(key) == SERIAL_BYTES and value[:24] == encode_facts(record, PageUse(0, 0.0, 0))[:24]
 
     def is_root(key: bytes, value: bytes) -> bool:
         identity = identity_of(value)
@@ -169,7 +167,7 @@ def _misfiled(tree: bytes, misfiled: Misfiled) -> Finding:
 
 
 def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
-    """Read all of the index except inline payloads. The records have been read already. Raise
+    """Read the trees other than the tree of records, without the contents of inline payloads. Raise
     :class:`OSError` if the disk fails."""
     odd = list(records.odd)
     misfiled = {b"pages": records.misfiled}
@@ -182,8 +180,8 @@ def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
         rows=records.rows,
         digests=records.digests,
         damaged=records.damaged,
-        facts=_facts(trees, odd),
-        links=_links(trees, odd),
+        facts=by_serial(decode_facts(_packed(trees, b"facts", odd, SERIAL_BYTES, FACTS_BYTES))),
+        links=np.frombuffer(_packed(trees, b"children", odd, LINK_DTYPE.itemsize, 0), LINK_DTYPE),
         pieces=_pieces(trees, odd),
         roots=roots,
         bad_roots=bad_roots,
@@ -195,15 +193,15 @@ def take_inventory(index_db: IndexDB, records: Records) -> Inventory:
 
 
 def read_records(index_db: IndexDB, *, sealed: bool) -> Records:
-    """Read the tree of records. ``sealed``: the directory is encrypted. Raise :class:`OSError` if the disk
-    fails."""
+    """Read the tree of records. ``sealed`` says whether the directory is encrypted. Raise :class:`OSError` if
+    the disk fails."""
     misfiled = index_db.misfiled(b"pages")
     odd: list[tuple[bytes, bytes]] = []
     packed = bytearray()
     numbers: dict[bytes, int] = {}
     damaged: dict[int, int] = {}
     for key, value in _Trees(index_db, {b"pages": misfiled}).entries(b"pages"):
-        if len(key) != _SERIAL_BYTES:
+        if len(key) != SERIAL_BYTES:
             odd.append((b"pages", key))
             continue
         serial = int.from_bytes(key, "big")
@@ -226,39 +224,31 @@ def read_records(index_db: IndexDB, *, sealed: bool) -> Records:
             record.created_s,
             link_of(record),
         )
-    return Records(_by_serial(np.frombuffer(packed, ROW_DTYPE)), list(numbers), damaged, odd, misfiled)
+    return Records(by_serial(np.frombuffer(packed, ROW_DTYPE)), list(numbers), damaged, odd, misfiled)
 
 
 def _is_possible(record: PageRecord) -> bool:
     return (
-        record.serial < _LARGEST
-        and record.parent < _LARGEST
-        and 0 < record.nbytes < _LARGEST
+        record.serial < MOST_COUNT
+        and record.parent < MOST_COUNT
+        and 0 < record.nbytes < MOST_COUNT
         and 0 < record.payload_bytes <= record.nbytes
         and not (record.codec and record.place == INLINE)
-        and INLINE <= record.place < _LARGEST
+        and INLINE <= record.place < MOST_COUNT
     )
 
 
-def _facts(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
+def _packed(trees: _Trees, tree: bytes, odd: list[tuple[bytes, bytes]], key: int, value: int) -> bytearray:
+    """Return the entries of a tree, one after the other, that have keys and values of these sizes. Add all
+    other entries to ``odd``."""
     packed = bytearray()
-    for key, value in trees.entries(b"facts"):
-        if len(key) == _SERIAL_BYTES and len(value) == FACTS_BYTES:
-            packed += key
-            packed += value
+    for stored, data in trees.entries(tree):
+        if len(stored) == key and len(data) == value:
+            packed += stored
+            packed += data
         else:
-            odd.append((b"facts", key))
-    return _by_serial(decode_facts(packed))
-
-
-def _links(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
-    packed = bytearray()
-    for key, value in trees.entries(b"children"):
-        if len(key) == LINK_DTYPE.itemsize and not len(value):
-            packed += key
-        else:
-            odd.append((b"children", key))
-    return np.frombuffer(packed, LINK_DTYPE)
+            odd.append((tree, stored))
+    return packed
 
 
 def _pieces(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.void]:
@@ -272,13 +262,13 @@ def _pieces(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> npt.NDArray[np.voi
 
 
 def _roots(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> tuple[dict[int, Identity], list[int]]:
-    """Return the identities, and the serials of those that cannot be decoded or are stored twice."""
+    """Return the identities by serial, and the serials of roots that cannot be decoded or are duplicates."""
     roots: dict[int, Identity] = {}
     bad: list[int] = []
     last: dict[bytes, int] = {}
     for key, value in trees.entries(b"roots"):
         serial = int.from_bytes(key, "big")
-        if len(key) != _SERIAL_BYTES:
+        if len(key) != SERIAL_BYTES:
             odd.append((b"roots", key))
             continue
         try:
@@ -287,27 +277,20 @@ def _roots(trees: _Trees, odd: list[tuple[bytes, bytes]]) -> tuple[dict[int, Ide
             bad.append(serial)
             continue
         before = last.get(roots[serial].digest)
-        if before is not None:  # lookups start at the last one
+        if before is not None:  # lookups use the later one of two roots of an identity
             del roots[before]
             bad.append(before)
         last[roots[serial].digest] = serial
     return roots, bad
 
 
-def _by_serial(rows: npt.NDArray[np.void]) -> npt.NDArray[np.void]:
-    if len(rows) < 2 or bool((rows["serial"][1:] > rows["serial"][:-1]).all()):
-        return rows
-    return rows[np.unique(rows["serial"], return_index=True)[1]]
-
-
 # -- comparison of the trees -------------------------------------------------------------------------
 
-_LARGEST_COUNT = 1 << 62
-_MOST_NAMED = 8  # odd keys are shown by their first bytes
+_MOST_NAMED = 8  # bytes of a key that a finding shows
 
 
 class Examination:
-    """The result of examining an inventory. ``good`` tells for each row whether its page may stay."""
+    """The comparison of the trees of an inventory. ``good`` says for each row whether its page may stay."""
 
     def __init__(self, inventory: Inventory, findings: Findings) -> None:
         self.inventory = inventory
@@ -316,12 +299,13 @@ class Examination:
         self.stray: list[tuple[bytes, bytes]] = []  # (tree, key) of entries to remove
         rows = inventory.rows
         self._parents = parent_rows(rows)
-        # A parent's serial is below its children's, so chains end. A row that violates this has no parent.
+        # A parent has a lower serial than its children. A row that violates this has no parent here, so that
+        # following parents always ends.
         self._parents[rows["parent"] >= rows["serial"]] = -1
         self._identities = {identity.digest: identity for identity in inventory.roots.values()}
 
     def compare(self) -> None:
-        """Compare the trees, and find the pages that no lookup can reach."""
+        """Compare the trees, report defects, and mark damaged pages as bad."""
         self._odd_entries()
         self._roots_and_counters()
         for serial in self.inventory.damaged:
@@ -333,17 +317,17 @@ class Examination:
         self._find_stray_pieces()
 
     def condemn(self, rows: npt.NDArray[np.intp], category: Category, what: str, why: str) -> None:
-        """Mark these pages as bad, and report each."""
+        """Mark the pages of these rows as bad, and report each."""
         self.good[rows] = False
         for serial in self.inventory.rows["serial"][rows].tolist():
             self._add(category, what, why, serial)
 
     def drop_unreachable(self) -> None:
-        """Mark pages as bad if their parents are bad or missing."""
+        """Mark pages as bad if one of their ancestors is bad or missing."""
         rows = self.inventory.rows
         roots = self.inventory.roots
         at_root = np.isin(rows["parent"], np.fromiter(roots, np.int64, len(roots)))
-        expected = np.full(len(rows), -1, np.int64)  # the number of the parent's identity
+        expected = np.full(len(rows), -1, np.int64)  # the number of the parent's identity in ``digests``
         numbers = {digest: number for number, digest in enumerate(self.inventory.digests)}
         held = self._parents >= 0
         expected[held] = rows["identity"][self._parents[held]]
@@ -390,14 +374,14 @@ class Examination:
             why = "an identity that cannot be read, or is stored twice: its pages cannot be found"
             self._add(Category.DAMAGED, "identity", why, name=f"root {serial}")
         highest = max(int(inventory.rows["serial"].max(initial=0)), *inventory.roots, 0)
-        if not highest < inventory.next_serial < _LARGEST_COUNT:
+        if not highest < inventory.next_serial < MOST_COUNT:
             why = f"the next serial is {inventory.next_serial}, but {highest} is taken"
             self._add(Category.DAMAGED, "counter", why, name="next_serial")
             inventory.next_serial = highest + 1
-        if inventory.tick >= _LARGEST_COUNT:
+        if inventory.tick >= MOST_COUNT:
             self._add(Category.DAMAGED, "counter", f"the clock has the value {inventory.tick}", name="tick")
             ticks = inventory.facts["tick"]
-            inventory.tick = int(ticks[ticks < _LARGEST_COUNT].max(initial=0))
+            inventory.tick = int(ticks[ticks < MOST_COUNT].max(initial=0))
 
     def _compare_facts(self) -> None:
         rows, facts = self.inventory.rows, self.inventory.facts
@@ -408,7 +392,8 @@ class Examination:
             held = facts[np.where(missing, 0, at)]
             for name in ("parent", "place", "nbytes"):
                 wrong |= held[name].astype(np.int64) != rows[name]
-            wrong |= ~self._believable(held)
+            wrong |= ~np.isfinite(held["used_s"])
+            wrong |= (held["tick"] >= MOST_COUNT) | (held["hits"] >= MOST_COUNT)
         self.condemn(np.flatnonzero(missing), Category.DAMAGED, "facts", "its facts are not in the index")
         why = "its facts in the index contradict its record"
         self.condemn(np.flatnonzero(wrong & ~missing), Category.DAMAGED, "facts", why)
@@ -417,12 +402,6 @@ class Examination:
             if serial not in self.inventory.damaged:
                 key = serial.to_bytes(8, "big")
                 self._stray(b"facts", key, "facts", "facts of a page that does not exist", f"serial {serial}")
-
-    def _believable(self, facts: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-        result: npt.NDArray[np.bool_] = (
-            np.isfinite(facts["used_s"]) & (facts["tick"] < _LARGEST_COUNT) & (facts["hits"] < _LARGEST_COUNT)
-        )
-        return result
 
     def _compare_links(self) -> None:
         rows, links = self.inventory.rows, self.inventory.links
@@ -439,7 +418,7 @@ class Examination:
             serial = int(links["serial"][number])
             key = links[number].tobytes()
             if serial in unlinked or serial in self.inventory.damaged:
-                self.stray.append((b"children", key))  # the remains of that page's own link
+                self.stray.append((b"children", key))  # part of a page's damage that is already reported
             else:
                 why = "a link to no page, or to a page other than the one it names"
                 self._stray(b"children", key, "link", why, f"to {serial}")
@@ -465,7 +444,7 @@ class Examination:
     # -- names ---------------------------------------------------------------------------------------------
 
     def names(self) -> dict[int, PageName]:
-        """Return the names of the pages in the kept findings."""
+        """Return the descriptions of the pages in the kept findings."""
         wanted = {finding.serial for finding in self.findings.kept if finding.serial is not None}
         if not wanted:
             return {}
@@ -481,7 +460,7 @@ class Examination:
                 identity = self._identity(row)
                 yield _name(serial, identity, int(starts[row]), int(rows["tokens"][row]))
                 continue
-            # A damaged record. Its facts may still say where it belongs.
+            # The record is damaged, but its facts may still have its parent.
             tokens = self.inventory.damaged.get(serial, 0)
             facts = int(_find(self.inventory.facts["serial"], np.array([serial], np.uint64))[0])
             above = self.inventory.facts["parent"][facts : facts + 1].astype(np.uint64)
@@ -497,7 +476,7 @@ class Examination:
         return self._identities.get(self.inventory.digests[int(self.inventory.rows["identity"][row])])
 
     def _starts(self) -> npt.NDArray[np.int64]:
-        """Return the token of its prompt at which each row's page begins; -1 if its chain has no start."""
+        """Return the position in the prompt at which each row's page begins; -1 if an ancestor is missing."""
         rows = self.inventory.rows
         rooted = np.isin(
             rows["parent"], np.array([*self.inventory.roots, *self.inventory.bad_roots], np.int64)
@@ -546,18 +525,18 @@ def _name(serial: int, identity: Identity | None, start: int, tokens: int) -> Pa
 
 # -- places --------------------------------------------------------------------------------------------
 
-_MOST_SLOTS_TRIED = 64  # by slabs.py, which then fills the last unit of the slab
+_MOST_SLOTS_TRIED = 64  # as in slabs.py; a slab may have more slots, if they fit into its last unit
 
 
 def impossible(rows: npt.NDArray[np.void]) -> npt.NDArray[np.bool_]:
-    """Return the rows whose place is not aligned to a block, so that nothing can be read there."""
+    """Return which rows have a place that is not aligned to a block, so that nothing can be read there."""
     result: npt.NDArray[np.bool_] = (rows["place"] != INLINE) & (rows["place"] % ALIGNMENT != 0)
     return result
 
 
 def misplaced(rows: npt.NDArray[np.void], unit_bytes: int) -> npt.NDArray[np.bool_]:
-    """Return the rows (in order of serials) whose places are not slots of their size, or overlap another
-    row's. As at open, the row with the lower serial is right."""
+    """Return which rows (in order of serials) have places that are not slots of their size, or that overlap
+    the place of a row with a lower serial. An opening decides in the same way."""
     outside = np.flatnonzero(rows["place"] != INLINE)
     places = rows["place"][outside]
     sizes = -(-rows["nbytes"][outside] // ALIGNMENT) * ALIGNMENT
@@ -573,7 +552,6 @@ def misplaced(rows: npt.NDArray[np.void], unit_bytes: int) -> npt.NDArray[np.boo
 
 
 def _can_be_slots(places: npt.NDArray[np.int64], size: int, unit_bytes: int) -> npt.NDArray[np.bool_]:
-    """Return whether places are a whole number of slots after the border of some unit."""
     most = _MOST_SLOTS_TRIED + unit_bytes // size
     beyond = np.unique(np.arange(most + 1, dtype=np.int64) * size % unit_bytes)
     result: npt.NDArray[np.bool_] = np.isin(places % unit_bytes, beyond)
@@ -581,12 +559,13 @@ def _can_be_slots(places: npt.NDArray[np.int64], size: int, unit_bytes: int) -> 
 
 
 def _overlapping(places: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Return all rows that share bytes with others, except the first (in the given order) of each group."""
+    """Return which rows share bytes with a row before them (in the given order) that is not itself
+    returned."""
     result = np.zeros(len(places), np.bool_)
     order = np.argsort(places, kind="stable")
     ends = np.maximum.accumulate((places + sizes)[order])
     shared = np.flatnonzero(places[order][1:] < ends[:-1]) + 1
-    # Neighbours that share bytes form one group.
+    # Rows that share bytes with the next row, in order of places, form a group.
     groups: list[list[int]] = []
     for at in shared.tolist():
         if not groups or groups[-1][-1] != at - 1:

@@ -1,4 +1,5 @@
-"""The files of a store directory: which are the store's, and whether they are as large as its pages need."""
+"""Check the files of a store directory: whether they belong to the store, and whether their sizes are
+right."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tierstore.units import format_size
 
 @dataclass(slots=True)
 class ExtentFileSet:
-    """The existing extent files, by number. ``needed`` returns the least size of each."""
+    """The existing extent files, by number."""
 
     directory: Path
     file_bytes: int
@@ -43,21 +44,20 @@ class ExtentFileSet:
         return self.directory / f"{number:06d}"
 
     def needed(self, rows: npt.NDArray[np.void]) -> dict[int, int]:
-        """Return the least size of each file that holds the pages in ``rows``. A file before another file
-        with pages is always full."""
+        """Return the least size of each file, by number, with the pages in ``rows``. A file before another
+        file with pages must have its full size."""
         outside = rows[rows["place"] != INLINE]
         if not len(outside):
             return {}
         end = int((outside["place"] + -(-outside["nbytes"] // ALIGNMENT) * ALIGNMENT).max())
         count = -(-end // self.file_bytes)
-        if count > 1 << 20:  # no space of files like these has such a place
+        if count > 1 << 20:  # a place that no store with files of this size can have
             return {}
         return {number: min(end - number * self.file_bytes, self.file_bytes) for number in range(count)}
 
 
 def check_files(directory: StoreDirectory, findings: Findings) -> None:
-    """Report files that do not belong here. Foreign files are never removed, because they are not the
-    store's."""
+    """Report foreign files, which a repair does not remove, and files of an interrupted rebuild."""
     for name in directory.foreign():
         why = "not a file of the store, but it takes space under its cap: move it away yourself"
         findings.add(Finding(Category.UNACCOUNTED, "file", why, name=name, mendable=False))
@@ -67,7 +67,7 @@ def check_files(directory: StoreDirectory, findings: Findings) -> None:
 
 
 def check_capacity(taken_bytes: int, capacity_bytes: int, findings: Findings) -> None:
-    """Report if all files together exceed the cap. Only foreign files can cause that."""
+    """Report if all files together exceed the capacity. Only foreign files can cause that."""
     if taken_bytes > capacity_bytes:
         over = format_size(taken_bytes - capacity_bytes)
         why = (
@@ -77,7 +77,7 @@ def check_capacity(taken_bytes: int, capacity_bytes: int, findings: Findings) ->
 
 
 def check_extent_files(files: ExtentFileSet, rows: npt.NDArray[np.void], findings: Findings) -> None:
-    """Report files that are shorter or longer than the pages in ``rows`` and the store's geometry require."""
+    """Report extent files that are missing, too short for the pages in ``rows``, too long, or unreachable."""
     needed = files.needed(rows)
     for number, nbytes in needed.items():
         found = files.nbytes(number)
@@ -101,7 +101,7 @@ def check_extent_files(files: ExtentFileSet, rows: npt.NDArray[np.void], finding
 def mend_files(
     directory: StoreDirectory, files: ExtentFileSet, rows: npt.NDArray[np.void], io: FileIO
 ) -> None:
-    """Extend or cut files that have not the size that the pages in ``rows`` need. Durable. Raise
+    """Extend or truncate extent files to the sizes that the pages in ``rows`` need, durably. Raise
     :class:`OSError` if the disk fails."""
     directory.remove_leftovers(io)
     needed = files.needed(rows)
@@ -120,8 +120,8 @@ def mend_files(
 
 
 def beyond_a_gap(files: ExtentFileSet, needed: dict[int, int]) -> list[Path]:
-    """Return files without pages that no store would open, because a file before them is missing."""
-    there = files.found.keys() | needed.keys()  # missing files that pages need are created again
+    """Return files without pages that a store would not open, because a file before them is missing."""
+    there = files.found.keys() | needed.keys()  # a repair creates missing files that pages need
     first_missing = next(number for number in range(len(there) + 1) if number not in there)
     return [path for number, path in files.found.items() if number > first_missing and number not in needed]
 

@@ -1,4 +1,4 @@
-"""The findings of a check, in words that a person can act on and a script can count."""
+"""The findings of a check."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 class Category(str, enum.Enum):
     """The kind of a finding."""
 
-    DAMAGED = "damaged"  # there, but not as it was written
-    ORPHANED = "orphaned"  # intact, but no lookup can reach it
-    MISPLACED = "misplaced"  # its place is impossible, or another page's
+    DAMAGED = "damaged"  # the contents are not as they were written
+    ORPHANED = "orphaned"  # the page is intact, but no lookup can reach it
+    MISPLACED = "misplaced"  # the page's place is impossible, or belongs to another page
     UNACCOUNTED = "unaccounted"  # takes space, but nothing refers to it
 
 
 @dataclass(frozen=True, slots=True)
 class PageName:
-    """The name of a page, for a person. The tokens are positions in the prompt, or None if its chain is too
-    broken to know them."""
+    """The description of a page for people. The tokens are positions in the prompt; None if an ancestor of
+    the page is missing."""
 
     serial: int
     model: str
@@ -39,19 +39,19 @@ class PageName:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One defect. ``serial`` is the page's, if it is about a page; ``name`` names a file or an entry."""
+    """One defect. ``serial`` is that of a damaged page, and ``name`` is the name of a file or an entry."""
 
     category: Category
     what: str  # record, payload, facts, link, identity, page, place, pieces, extent file, file, …
     why: str
     serial: int | None = None
     name: str = ""
-    mendable: bool = True  # False: a person must look at it
+    mendable: bool = True  # False: a repair cannot remove the defect
 
 
 @dataclass(slots=True)
 class Findings:
-    """All findings of a check: every one is counted, the first ``limit`` are kept."""
+    """The findings of a check. All are counted, and the first ``limit`` are kept."""
 
     limit: int
     counts: Counter[tuple[Category, str]] = field(default_factory=Counter)
@@ -79,35 +79,35 @@ class FsckReport:
     """The result of a check of a directory. Sizes are in bytes, times in seconds."""
 
     directory: str
-    store: str  # the store's own identity; empty if there is no index yet
-    pages: int  # records in the index, including damaged ones
-    good_pages: int  # pages that are served, or will be after a repair
-    findings: list[Finding]  # the first ones
-    pages_named: dict[int, PageName]  # pages in the findings, by serial
-    counts: dict[Category, dict[str, int]]  # all findings by category
+    store: str  # the store's id; empty if there is no index yet
+    pages: int  # records in the index, including damaged records
+    good_pages: int  # pages that lookups can find, or can find after a repair
+    findings: list[Finding]  # the first ``limit`` findings
+    pages_named: dict[int, PageName]  # descriptions of the pages in ``findings``, by serial
+    counts: dict[Category, dict[str, int]]  # number of all findings, by category and kind
     repaired: bool
-    unmended: int  # findings that remain after this run
+    unmended: int  # number of findings that remain after this run
     verified_pages: int
     verified_bytes: int  # of payload
     index_bytes: int
-    allocated_bytes: int  # everything under the directory now
-    capacity_bytes: int | None  # the cap, if it is stored
+    allocated_bytes: int  # disk space of the directory with everything in it
+    capacity_bytes: int | None  # the store's capacity; None if it is not stored
     seconds: float
-    payload_seconds: float  # part of ``seconds`` spent on reading and hashing payloads
+    payload_seconds: float  # the part of ``seconds`` for reading and hashing payloads
 
     @property
     def clean(self) -> bool:
-        """Whether nothing is wrong, or everything was repaired."""
+        """Whether there are no findings, or all were repaired."""
         return self.unmended == 0
 
     @property
     def index_lost(self) -> bool:
-        """Whether the index cannot be used at all, so that no page can be found."""
+        """Whether the whole index is damaged, so that no page can be found."""
         return "index" in self.counts.get(Category.DAMAGED, {})
 
     @property
     def gb_per_s(self) -> float:
-        """Payload bytes verified per second of the whole run, in 10⁹ bytes per second."""
+        """Verified payload bytes per second of the whole run, in GB/s."""
         return self.verified_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     def total(self, category: Category) -> int:

@@ -1,12 +1,12 @@
-"""Reads every payload back and verifies its checksum, at the speed of the disk.
+"""Read every payload and verify its checksum, at the speed of the disk.
 
-The pages are sorted by place and cut into batches of neighbours, each of them one request. A few threads
-process batch after batch: while one hashes bytes that it has just read and has in its cache, the others wait
-for the disk. They start as soon as the records are known, so that the rest of the index is examined
-meanwhile. Inline payloads are read from the index.
+The pages are sorted by place and divided into batches of adjacent pages. Each batch is one read request. A
+few threads process the batches: while one thread hashes the bytes that it has just read, other threads wait
+for the disk. The threads start as soon as the records are known, so that the other trees of the index are
+examined meanwhile. Inline payloads are read from the index.
 
-``ExtentFiles`` and ``Payloads`` are not used. They create, grow and cut files, and wait for the end of each
-batch. Here nothing may change, files may be missing in the middle, and there is a single long batch.
+``ExtentFiles`` and ``Payloads`` are not used, because they create, grow and truncate files, and wait for the
+end of each batch. A check must not change any file, and files in the middle may be missing.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tierstore.tiers.disk.records import INLINE
 from tierstore.units import MIB, round_up
 
 _BATCH_BYTES = 4 * MIB
-_LARGEST_ENCODED = 1 << 30  # bytes of a page: no codec encodes a larger one
-_GAP = 256 * 1024  # reading a hole of this size takes no longer than another request
+_LARGEST_ENCODED = 1 << 30  # bytes of a page: codecs do not encode larger pages
+_GAP = 256 * 1024  # reading a gap of this size between two pages takes no longer than another request
 
 Progress = Callable[[int, int], None]  # pages and bytes verified since the last call, from any thread
 
@@ -57,10 +57,10 @@ WHY = {
 
 
 class ExtentReader:
-    """Reads the extent space, as far as there are files. Changes nothing. Thread-safe."""
+    """Reads the extent space, in which files may be missing. Changes no file. Thread-safe."""
 
     def __init__(self, files: dict[int, Path], *, file_bytes: int, io: FileIO) -> None:
-        """Open the files by their numbers. Raise :class:`OSError` if one cannot be opened."""
+        """Open the files, given by number. Raise :class:`OSError` if a file cannot be opened."""
         self._io = io
         self.file_bytes = file_bytes
         # number → (descriptor through the page cache, descriptor with O_DIRECT)
@@ -81,8 +81,8 @@ class ExtentReader:
         self.close()
 
     def read(self, offset: int, view: memoryview, *, direct: bool) -> int:
-        """Fill ``view``, across files. Return the number of bytes before the first missing one. Raise
-        :class:`OSError` if the disk fails."""
+        """Fill ``view`` from one or several files. Return the number of bytes read, which is smaller if a
+        file is missing or too short. Raise :class:`OSError` if the disk fails."""
         total = 0
         while total < view.nbytes:
             number, start = divmod(offset + total, self.file_bytes)
@@ -108,11 +108,11 @@ class ExtentReader:
         while total < view.nbytes:
             got = self._io.preadv(fd, [view[total:]], start + total)
             total += got
-            # A file may end within a block. O_DIRECT cannot continue there, and there is nothing more.
+            # A file may end within a block. O_DIRECT cannot continue there, and the file has no more bytes.
             if got == 0 or (fd == direct_fd != cached_fd and got % ALIGNMENT):
                 break
         if not direct and total:
-            # do not evict other processes' pages from the page cache
+            # drop the range, so that a check does not evict other processes' pages from the page cache
             self._io.forget(cached_fd, start, total)
         return total
 
@@ -136,7 +136,7 @@ class _Payload(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _ScrubBatch:
-    """Adjacent pages. A page larger than a batch is alone in its own."""
+    """Adjacent pages that are read with one request. A page larger than the usual batch has its own."""
 
     offset: int
     nbytes: int
@@ -144,10 +144,8 @@ class _ScrubBatch:
 
 
 class ExtentScrub:
-    """Verifies each row's payload on threads of its own. Inline rows are skipped.
-
-    ``seconds`` is the time that it took; 0 before its end.
-    """
+    """Verifies each row's payload on threads of its own. Skips inline payloads. ``seconds`` is the time from
+    the start to the last batch."""
 
     def __init__(
         self, rows: npt.NDArray[np.void], reader: ExtentReader, mode: ReadMode, progress: Progress
@@ -174,7 +172,8 @@ class ExtentScrub:
         self._pool.shutdown()
 
     def verdicts(self) -> npt.NDArray[np.int8]:
-        """Wait for the verdicts and return them. Raise :class:`OSError` if the disk cannot be read at all."""
+        """Wait until all payloads were verified, and return a verdict for each row. Raise the error of a
+        failed thread."""
         for each in self._running:
             each.result()
         return self._verdicts
@@ -236,7 +235,7 @@ def _batches(rows: npt.NDArray[np.void]) -> Iterator[_ScrubBatch]:
 
 
 class _Scrubber:
-    """The work of one thread: its buffer, and how it verifies a batch."""
+    """Verifies batches, with a buffer for one thread."""
 
     def __init__(self, reader: ExtentReader, direct: bool) -> None:
         self._reader = reader
@@ -250,7 +249,7 @@ class _Scrubber:
             try:
                 got = self._reader.read(batch.offset, self._view[: batch.nbytes], direct=self._direct)
             except OSError:
-                got = 0  # one bad block must not affect its neighbours: read each page separately
+                got = 0  # one bad block must not affect other pages: read each page separately
         for page in batch.pages:
             start = page.place - batch.offset
             if start + page.nbytes <= got:
@@ -262,7 +261,6 @@ class _Scrubber:
                     yield page.row, self._alone(page)
 
     def _is_page(self, page: _Payload, payload: memoryview) -> bool:
-        """Return whether this complete payload is that of the page."""
         if page.codec:
             codec = by_number(page.codec)
             if codec is None or page.page_bytes > _LARGEST_ENCODED:
