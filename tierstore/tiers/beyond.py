@@ -6,12 +6,12 @@ memory at a time. The contents of all other pages are *beyond*, in a slower stor
     page        0       1       2       3     4       5
     content     memory  beyond  memory  none  beyond  memory     none: allocated or free, not written yet
 
-For a pool on a CPU, the storage beyond is a file (:mod:`tierstore.tiers.overflow`). For a pool on a GPU, it
-is host memory, and then a file (:mod:`tierstore.tiers.device_overflow`).
+For a pool on a CPU, the storage beyond is a file (:mod:`tierstore.tiers.overflow`). For a pool on a GPU, the
+storage beyond is host memory, and then a file (:mod:`tierstore.tiers.device_overflow`).
 
 Pages with contents lose their memory only in :meth:`BeyondPool.prepare`, which the engine calls between two
-steps. All other methods may run on other threads during a step. If they need memory and none is free, they
-write the page beyond.
+steps. All other methods may run on other threads during a step. If such a method needs memory and none is
+free, it writes the page to the storage beyond.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class OverflowFailedError(TierStoreError):
 
 @dataclass(frozen=True, slots=True)
 class OverflowStats:
-    """A snapshot of the pages beyond a pool's memory. Counters start when the pool is opened."""
+    """A snapshot of the pages beyond a pool's memory. The counters start when the pool is opened."""
 
     file_bytes: int
     pages: int  # pages whose contents are only in the file
@@ -82,7 +82,7 @@ class BeyondPool(PagePool):
         self._lock = threading.RLock()
         self._content = np.full(num_pages, NONE, np.uint8)
         self._backed = np.zeros(num_pages, bool)  # whether a page has memory
-        self._kept = np.zeros(num_pages, bool)  # whether a page in memory also has a valid copy beyond
+        self._kept = np.zeros(num_pages, bool)  # whether a page in memory also has a valid copy beyond it
         self._used_at = np.zeros(num_pages, np.int64)  # number of the last step that used a page
         self._step = 0
         self._lost = 0
@@ -113,7 +113,7 @@ class BeyondPool(PagePool):
             super().free(pages)
 
     def _forget(self, pages: Numbers) -> None:
-        """Drop the contents of these pages. They keep their memory until another page needs it."""
+        """Drop the contents of these pages. The pages keep their memory until another page needs memory."""
         self._content[pages] = NONE
         self._kept[pages] = False
 
@@ -121,7 +121,7 @@ class BeyondPool(PagePool):
 
     @abstractmethod
     def _give_memory(self, pages: Numbers) -> None:
-        """Give memory to pages that have none. The caller ensures that there is enough."""
+        """Give memory to pages that have none. The caller ensures that there is enough memory."""
 
     @abstractmethod
     def _take_memory(self, pages: Numbers) -> None:
@@ -134,7 +134,7 @@ class BeyondPool(PagePool):
     @abstractmethod
     def _write_beyond(self, pages: Numbers, sources: Numbers | None = None) -> None:
         """Write pages (in ascending order) beyond the memory, from the host addresses ``sources`` (None: from
-        the pages' memory). Raise :class:`OverflowFailedError` if they cannot be written."""
+        the pages' memory). Raise :class:`OverflowFailedError` if the pages cannot be written."""
 
     @abstractmethod
     def _bring(self, pages: Numbers) -> None:
@@ -160,8 +160,8 @@ class BeyondPool(PagePool):
             self._step += 1
             self._used_at[needed] = self._step
             if (self._content[needed] == LOST).any():
-                # Report all lost pages: with only some of them, the next attempt could find another lost
-                # page.
+                # Report all lost pages of the pool at once; otherwise the next attempt could find another
+                # lost page.
                 lost = np.flatnonzero(self._content == LOST)
                 raise LostPagesError(lost.tolist(), "the overflow file has failed")
             if len(wanted) > self.resident_pages:
@@ -170,7 +170,9 @@ class BeyondPool(PagePool):
                 )
             self._admit(wanted, keep=wanted)
             self._content[wanted] = MEMORY
-            self._kept[wanted] = False  # the step will change these pages, so copies beyond become invalid
+            self._kept[wanted] = (
+                False  # the step changes these pages, so copies of them beyond become invalid
+            )
             outside = needed[self._content[needed] == BEYOND]
             if len(outside):
                 self._promote(outside)
@@ -191,7 +193,7 @@ class BeyondPool(PagePool):
         room = self.resident_pages - int(self._backed.sum())
         spare = self._backed & ((self._content == NONE) | (self._used_at < self._step - _IDLE_STEPS))
         chosen = pages[: room + int(spare.sum())]
-        with contextlib.suppress(OverflowFailedError):  # then the pages stay beyond
+        with contextlib.suppress(OverflowFailedError):  # then the pages stay in the storage beyond
             self._admit(chosen, keep=np.flatnonzero(self._backed & ~spare))
 
     def _make_room(self, count: int, *, keep: Numbers) -> None:
@@ -245,8 +247,8 @@ class BeyondPool(PagePool):
         return [None if page in lost else each for (page, _), each in zip(copies, sums, strict=True)]
 
     def write_pages(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy from host memory into pages. Pages for which there is no memory are written beyond it. A page
-        that cannot be written there is lost."""
+        """Copy from host memory into pages. Pages for which there is no memory are written to the storage
+        beyond the memory. A page that cannot be written to that storage is lost."""
         with self._lock:
             pairs = list(copies)
             targets = np.array([page for page, _ in pairs], np.int64)

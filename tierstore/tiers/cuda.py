@@ -1,11 +1,11 @@
 """A CUDA device, used through the driver interface (``libcuda.so.1``) and ctypes.
 
 CuPy and torch are not used, so that the store can be installed and imported without them. Every call that may
-take long, or may wait for a lock of the driver, releases the GIL. (Pinning memory holds driver locks for
-seconds.) All calls use the device's *primary* context, in which torch and CuPy also compute, so addresses and
-streams can be shared with them. The context is made current for each single call, because the calling thread
-may compute on another device. Signatures are those of ``cuda.h``. Names end in ``_v2`` where the header
-replaces the plain name by it.
+take long, or may wait for a lock of the driver, releases the GIL. (Pinning memory holds locks of the driver
+for seconds.) All calls use the device's *primary* context, in which torch and CuPy also compute, so addresses
+and streams can be shared with them. The context is made current for each single call, because the calling
+thread may compute on another device. Signatures are those of ``cuda.h``. Names end in ``_v2`` where the
+header replaces the plain name by it.
 
 Memory is allocated by ``cuMemAlloc``, because ``cuIpcGetMemHandle`` exports no other memory. Streams do not
 wait for the legacy default stream. Events let a waiting thread sleep, and record no time.
@@ -94,8 +94,9 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuEventSynchronize": (c_void_p,),
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
 }
-# Functions for many copies in one call. The function of CUDA 13 has eight arguments. That of CUDA 12.8 has
-# nine: one is for the index of a failed copy. Drivers with the newer function also have the older one.
+# Functions for many copies in one call. The function of CUDA 13 has eight arguments. The function of CUDA
+# 12.8 has a ninth argument for the index of a failed copy. Drivers with the newer function also have the
+# older one.
 _BATCH = (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t)
 _BATCHES = {"cuMemcpyBatchAsync_v2": (*_BATCH, c_void_p), "cuMemcpyBatchAsync": (*_BATCH, c_void_p, c_void_p)}
 _MOST_COPIES = 4096
@@ -135,8 +136,9 @@ class _Access(ctypes.Structure):
 
 
 _THREADS_OWN = ("cuCtxPushCurrent_v2", "cuCtxPopCurrent_v2", "cuGetErrorName")
-"""Functions that never wait, because they only use constants or the calling thread's state. Two of them are
-called around each other call, so they keep the GIL: releasing it would let other threads run in between."""
+"""Functions that never wait, because they only use constants or the calling thread's state. Calls of these
+functions keep the GIL, because two of the functions surround each other call of the driver, and releasing the
+GIL would let other threads run in between."""
 
 
 def open_driver(name: str = "libcuda.so.1") -> ctypes.CDLL:
@@ -174,8 +176,8 @@ def _batch_function(driver: ctypes.CDLL) -> str | None:
 class CudaDevice:
     """The CUDA device number ``index``. Implements :class:`tierstore.tiers.device.Device`.
 
-    ``refused_batches`` is the number of calls with many copies that the driver refused. Their copies were
-    made one by one."""
+    ``refused_batches`` is the number of calls with many copies that the driver refused. The copies of a
+    refused call were made one by one."""
 
     def __init__(self, index: int = 0, *, driver: ctypes.CDLL | None = None) -> None:
         self.name = f"cuda:{index}"

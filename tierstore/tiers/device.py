@@ -62,7 +62,7 @@ class Event:
 
 
 class Device(Protocol):
-    """One device. ``name`` is torch's name for it, such as ``cuda:0``."""
+    """One device. ``name`` is torch's name for the device, such as ``cuda:0``."""
 
     @property
     def name(self) -> str: ...
@@ -148,7 +148,7 @@ class Device(Protocol):
     def copy_many(
         self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses, order: SourceOrder
     ) -> None:
-        """Put many copies on ``stream`` with one call. They may run in any order. Host memory must be
+        """Put many copies on ``stream`` with one call. The copies may run in any order. Host memory must be
         registered."""
 
     def copy_each(self, stream: Stream, to: Addresses, sources: Addresses, sizes: Addresses) -> None:

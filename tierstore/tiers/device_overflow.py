@@ -7,9 +7,9 @@ are in a CPU's pool (:class:`~tierstore.tiers.overflow.OverflowPool`), under the
     content      slot 2  beyond slot 0  none  beyond
     below        -       memory -       -     file       of the OverflowPool
 
-A page's contents are in one of the two pools. They move to the CPU's pool when the device's memory is full,
-and to the device when a step writes to the page or the device has room. Attention reads a page where it is,
-or reads a copy of one of its layers (:mod:`tierstore_engine.attention.push_down`).
+A page's contents are in one of the two pools. The contents move to the CPU's pool when the device's memory is
+full, and to the device when a step writes to the page or the device has room. Attention reads a page where it
+is, or reads a copy of one of its layers (:mod:`tierstore_engine.attention.push_down`).
 
 All copies have ended when a call returns. The device pool's rules order them after computation on the pages.
 So computation that starts after the call needs no fence.

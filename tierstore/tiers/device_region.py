@@ -5,8 +5,9 @@ pools as needed. A pool tracks the work in flight on its own pages. When pages a
 their work in flight by large page, so that the next pool that uses the large page waits for this work. All
 pools compute on one stream of the region.
 
-This waits longer than necessary if a large page has several pages: a copy into one page also waits for
-computation on other pages of the large page that were freed last. The additional wait is at most one step.
+Tracking by large page waits longer than necessary if a large page has several pages: a copy into one page
+also waits for computation on other pages of the large page that were freed last. The additional wait is at
+most one step.
 """
 
 from __future__ import annotations

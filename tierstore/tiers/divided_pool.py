@@ -96,7 +96,8 @@ class DeviceShare:
 
     @classmethod
     def attach(cls, runtime: Device, handle: bytes, layout: ShareLayout) -> DeviceShare:
-        """Open the memory that another process has allocated. It stays open until this process ends."""
+        """Open the memory that another process has allocated. The memory stays open until this process
+        ends."""
         return cls(runtime, runtime.open(handle), layout)
 
     def handle(self) -> bytes:

@@ -101,7 +101,8 @@ def room_for(
     """Return whether ``counts`` more pages of each of a model's pools can be allocated together.
 
     ``idle`` is the number of cached pages of each pool that may be evicted. ``idle_large(group)`` returns how
-    many large pages their eviction would empty. It is called only if there are too few free large pages.
+    many large pages their eviction would empty. ``idle_large`` is called only if there are too few free large
+    pages.
 
     >>> from tierstore.spec import LayerGroup, LayerKind
     >>> full = LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, 64)

@@ -49,8 +49,8 @@ class HostTier:
         self._space.free(place, nbytes)
 
     def view(self, place: int, nbytes: int) -> memoryview:
-        """Return a writable view of a slot. It may be used while the caller has a lease on the page or is
-        filling the slot."""
+        """Return a writable view of a slot. The view may be used while the caller has a lease on the page or
+        is filling the slot."""
         return self._memory.view(place, nbytes)
 
     def address(self, place: int) -> int:

@@ -7,9 +7,10 @@ and an array over all pages stays valid. A large page that has memory is *presen
 
 :meth:`LargePages.resize` sets a target. Growing maps memory at once. Shrinking releases free large pages at
 once, those with the highest numbers first, and later each large page that becomes free, until the target is
-reached. (The owner of cached pages evicts some of them for this.) Memory is mapped and released in granules
-of the operating system or the driver, whose size may differ from that of large pages. A granule is released
-when all large pages that overlap it are absent, so every byte of a present large page always has memory.
+reached. (The owner of cached pages evicts pages so that the target is reached.) Memory is mapped and released
+in granules of the operating system or the driver, whose size may differ from that of large pages. A granule
+is released when all large pages that overlap it are absent, so every byte of a present large page always has
+memory.
 
 The memory can have *parts* of equal size, one after the other, for several processes that have one part each.
 Large pages are taken from the part with the most free large pages, so that all parts fill evenly. The parts

@@ -10,9 +10,10 @@ The engine computes layer by layer, and needs one layer of every page of a seque
 the layers one after the other, and adjacent pages of a layer are read with one request. :class:`PageStream`
 reads the pages of a step in this order, ahead of the computation, into a few staging buffers.
 
-The file has no name, so it disappears with this process, also after kill -9. Its size is allocated when it is
-opened, so a full volume is an error at the start and not in the middle of a sequence. Each layer of each page
-has a checksum in memory. If the disk returns other bytes, the page is *lost* (:class:`LostPagesError`).
+The file has no name, so it disappears with this process, also after kill -9. The file's blocks are allocated
+when it is created, so a full volume is an error at the start and not in the middle of a sequence. Each layer
+of each page has a checksum in memory. If the disk returns other bytes, the page is *lost*
+(:class:`LostPagesError`).
 """
 
 from __future__ import annotations
@@ -71,9 +72,9 @@ ANSWER_S = 30.0
 class Overflow:
     """The storage for pages that do not fit into the memory of a pool.
 
-    It is a file of at most ``nbytes`` bytes in ``directory``, with room for every page of the pool. For a
-    pool on a GPU, up to ``host_bytes`` of pages are in host memory, and only the remaining pages in the file.
-    Without a directory, all are in host memory."""
+    The storage is a file of at most ``nbytes`` bytes in ``directory``, with room for every page of the pool.
+    For a pool on a GPU, up to ``host_bytes`` of pages are in host memory, and only the remaining pages in the
+    file. Without a directory, all are in host memory."""
 
     directory: Path | None
     nbytes: int
@@ -333,8 +334,8 @@ class OverflowPool(BeyondPool):
             )
 
     def forget(self, pages: Numbers) -> None:
-        """Drop the contents of these pages, for a pool that uses this one as its storage. Their memory is
-        kept for other pages."""
+        """Drop the contents of these pages, for a pool that uses this one as its storage. The pages' memory
+        is kept for other pages."""
         with self._lock:
             self._forget(pages)
 
@@ -440,8 +441,8 @@ class OverflowPool(BeyondPool):
 
 
 class PageStream:
-    """Reads batches of pages layer by layer: layer 0 of all batches, then layer 1, and so on. It reads ahead
-    into the staging buffers. For use by one thread."""
+    """Reads batches of pages layer by layer: layer 0 of all batches, then layer 1, and so on. The stream
+    reads ahead into the staging buffers. For use by one thread."""
 
     def __init__(
         self,

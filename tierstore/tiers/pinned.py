@@ -17,8 +17,8 @@ from tierstore.tiers.device import Device
 
 
 class PinnedMemory:
-    """``nbytes`` of host memory at ``address``, registered from :meth:`register` to :meth:`unregister`. These
-    two methods are called once each, by one thread. Any thread may call the other methods."""
+    """``nbytes`` of host memory at ``address``, registered from :meth:`register` to :meth:`unregister`. One
+    thread calls :meth:`register` and :meth:`unregister` once each. Any thread may call the other methods."""
 
     def __init__(self, device: Device, address: int, nbytes: int) -> None:
         self.address = address
@@ -58,8 +58,8 @@ class PinnedMemory:
 
 
 Pin: TypeAlias = Callable[[Device], PinnedMemory]
-"""A function that registers memory with a device, once for all pools that use the memory. Its owner
-unregisters the memory before it is freed."""
+"""A function that registers memory with a device, once for all pools that use the memory. The memory's owner
+unregisters it before it is freed."""
 
 
 class Reach:

@@ -1,4 +1,5 @@
-"""Two-level allocation of space, for the host arena and the disk's extents. It computes with offsets only.
+"""Two-level allocation of space, for the host arena and the disk's extents. The allocator computes with
+offsets only.
 
 Space is divided into equal *units*. A *slab* is a run of units for one size class, divided into equal
 *slots*; a page takes one slot. When the last used slot of a slab is freed, the slab becomes free units for

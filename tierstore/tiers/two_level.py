@@ -10,12 +10,12 @@ memory a single page size for all groups wastes.) ::
     small     0 1 2 3    0    8 9 ...
 
 A large page has room for at least one page of every group. If its size were the least common multiple of the
-page sizes, small pages would fill it completely. But only its owner can use the free small pages in it, and
-there are fewer of these if large pages are small. So :func:`cut` uses the smallest multiple of the largest
-page in which no group wastes more than 1/25. Small pages have equal distances, so that a group's pages are
-rows of one array. (For Gemma 3 27B, large pages with the bytes of 52 layers waste 5.3 % of all memory, and
-large pages of the common multiple, 260 layers, waste 6.5 %.) :mod:`tierstore.tiers.group_pools` allocates the
-memory itself, on a CPU or on a device.
+page sizes, small pages would fill it completely. But only the owner of a large page can use the free small
+pages in it, and small large pages have fewer of these. So :func:`cut` uses the smallest multiple of the
+largest page in which no group wastes more than 1/25. Small pages have equal distances, so that a group's
+pages are rows of one array. (For Gemma 3 27B, large pages with the bytes of 52 layers waste 5.3 % of all
+memory, and large pages of the common multiple, 260 layers, waste 6.5 %.) :mod:`tierstore.tiers.group_pools`
+allocates the memory itself, on a CPU or on a device.
 
 The small pages of one sequence are kept together, because they are freed together. An allocation first uses
 the large pages in which the sequence already has pages, and then whole large pages. The remaining pages go to
@@ -51,15 +51,15 @@ class Cut:
 
 def cut(page_bytes: Sequence[int]) -> Cut:
     """Return how large pages are divided into small pages of these sizes. A large page is about 1 to 16 times
-    as large as the largest small page. It has the smallest such size in which every group wastes at most 4 %;
-    if there is none, the size in which the worst group wastes least."""
+    as large as the largest small page. A large page has the smallest such size in which every group wastes at
+    most 4 %; if there is none, the size in which the worst group wastes least."""
     aligned = [-(-size // _ALIGN) * _ALIGN for size in page_bytes]
     cuts = [_even(max(aligned) * times, aligned) for times in range(1, _MOST_LARGEST + 1)]
     return min(cuts, key=lambda each: (max(_worst(each, aligned), _LITTLE), each.large_bytes))
 
 
 def _even(large_bytes: int, sizes: Sequence[int]) -> Cut:
-    """Return the division of a large page of about ``large_bytes`` into as many small pages as fit. Its size
+    """Return the division of a large page of about ``large_bytes`` into as many small pages as fit. The size
     is rounded up so that the small pages have equal, aligned distances."""
     per_large = tuple(large_bytes // size for size in sizes)
     return Cut(_rounded(large_bytes, per_large), per_large)

@@ -39,10 +39,10 @@ than its new share is rewritten with the pages that the policy keeps (opening.py
 in the directory, for fsck.
 
 **What is read at open.** A background thread reads the index's facts (56 bytes a page), for the free space
-and the order of eviction (opening.py, page_table.py). Lookups do not wait for it. Facts have no checksum, so
-a page's parent and place are taken from its record. Later, a record is read when a lookup needs it: a link
-from (parent, key) leads to it. So a store of millions of pages can be used at once, and needs 84 bytes of
-memory per page.
+and the order of eviction (opening.py, page_table.py). Lookups do not wait for this thread. Facts have no
+checksum, so a page's parent and place are taken from its record. Later, a record is read when a lookup needs
+it: a link from (parent, key) leads to it. So a store of millions of pages can be used at once, and needs 84
+bytes of memory per page.
 
 **Serials.** Pages and the roots of identities (roots.py) are numbered by serials. A parent's serial is always
 lower than those of its children. Two pages with the same key have different serials.

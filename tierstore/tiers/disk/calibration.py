@@ -123,10 +123,10 @@ def _record(number: int, nbytes: int = _PAGE_BYTES, place: int | None = None) ->
 #
 # A probe finds out whether a failed disk works again, before users' pages are written to it.
 #
-# A probe writes a page like any other, with the same calls. It reserves a place, which may grow the extent
-# files, and fails on a full disk. It writes random bytes, syncs them together with a transaction of the
-# index, and reads them back. No record refers to the place, so it is free again afterwards. A probe of a
-# separate file would not test preallocation, O_DIRECT and the index.
+# A probe writes a page like any other, with the same calls. The probe reserves a place, which may grow the
+# extent files, and fails on a full disk. The probe writes random bytes, syncs them together with a
+# transaction of the index, and reads them back. No record refers to the place, so it is free again
+# afterwards. A probe of a separate file would not test preallocation, O_DIRECT and the index.
 
 
 _PROBE_BYTES = 4096

@@ -43,8 +43,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 class BloomFilter:
-    """A Bloom filter for the links of ``pages`` pages. It may be queried while another thread adds entries.
-    Only one thread at a time may add entries."""
+    """A Bloom filter for the links of ``pages`` pages. The filter may be queried while another thread adds
+    entries. Only one thread at a time may add entries."""
 
     def __init__(self, pages: int) -> None:
         self.pages = pages

@@ -35,8 +35,8 @@ class StoreDirectory:
     """A directory locked by this process until :meth:`release` or the end of the process.
 
     The lock is on the directory itself, because a program that cleans /tmp may remove a file in it, but not a
-    directory that is not empty. The file ``lock`` has the owner's process id. This file is locked too,
-    because earlier versions of tierstore lock only the file."""
+    directory that is not empty. The file ``lock`` has the owner's process id. The file ``lock`` is locked
+    too, because earlier versions of tierstore lock only this file."""
 
     def __init__(self, path: Path, lock: PathLock | None, lock_fd: int) -> None:
         """``lock`` is None on a file system that cannot lock directories. ``lock_fd`` is -1 if there is no
@@ -107,7 +107,7 @@ class StoreDirectory:
         return [path for path in (self.new_index, self.path / f"{self.new_index.name}-lock") if path.exists()]
 
     def remove_leftovers(self, io: FileIO) -> None:
-        """Delete the :meth:`leftovers`. Raise :class:`OSError` if that fails."""
+        """Delete the :meth:`leftovers`. Raise :class:`OSError` if the files cannot be deleted."""
         for path in self.leftovers():
             io.unlink(path)
 
@@ -130,8 +130,8 @@ def extent_number(path: Path) -> int | None:
 
 def _lock(path: Path, *, make: bool) -> tuple[PathLock | None, int]:
     """Lock a directory and its lock file. ``make`` creates a missing lock file. Raise
-    :class:`StoreInUseError` if one of them is locked, and :class:`OSError` if the directory cannot be
-    opened."""
+    :class:`StoreInUseError` if the directory or the file is locked, and :class:`OSError` if the directory
+    cannot be opened."""
     _refuse_links(path)
     lock: PathLock | None = None
     try:

@@ -68,8 +68,8 @@ class ExtentFiles:
         return sum(file.nbytes for file in self._files)
 
     def cut(self) -> None:
-        """Truncate the files to the capacity. No page may be beyond it. Raise :class:`OSError` if that
-        fails."""
+        """Truncate the files to the capacity. No page may be beyond the capacity. Raise :class:`OSError` if
+        the disk fails."""
         with self._growing:
             while len(self._files) > -(-self.capacity_bytes // self.file_bytes):
                 self._close_file(self._files.pop())

@@ -81,7 +81,7 @@ def fit(
 ) -> Fitted:
     """Evict and move pages until all remaining pages are in slots of ``space``, which has no pages yet (None:
     there are no slots). ``facts`` has the facts of all reachable pages, and ``worths`` the worths of the
-    roots. This does not truncate the extent files.
+    roots. This function does not truncate the extent files.
 
     Raise :class:`OSError` if the disk fails. No page is lost then, and the next opening continues.
     """
@@ -192,7 +192,7 @@ def _in_order(facts: npt.NDArray[np.void]) -> tuple[list[_FittingPage], list[int
 def _arrange(space: SlabAllocator, pages: Sequence[_FittingPage]) -> _Schedule:
     """Find slots in ``space`` for ``pages`` (in order of their places). Pages that are in a slot stay there.
     If that leaves too little room for slabs of the moving pages, the pages of the emptier half of the slabs
-    move too. This is repeated with half of the remaining slabs until all pages have slots."""
+    move too. This step is repeated with half of the remaining slabs until all pages have slots."""
     by_slab: dict[int, list[_FittingPage]] = defaultdict(list)  # first unit of a slab → pages in it
     for page in pages:
         if space.claim(page.place, page.nbytes):

@@ -98,15 +98,16 @@ class ForgetNotes:
 
 
 def forgotten_in(index_db: IndexDB) -> dict[int, float]:
-    """Return the pages stored by :func:`note_forgotten`. Raise :class:`OSError` if they cannot be read."""
+    """Return the pages stored by :func:`note_forgotten`. Raise :class:`OSError` if the index cannot be
+    read."""
     note = index_db.get_extra(_FORGOTTEN)
     whole = len(note) // _PAGE.size * _PAGE.size
     return dict(_PAGE.iter_unpack(note[:whole]))
 
 
 def note_forgotten(index_db: IndexDB, pages: Mapping[int, float]) -> None:
-    """Store the pages that must still be removed (serial → creation time), durably, in place of the stored
-    ones. Raise :class:`OSError` if that fails."""
+    """Store the pages that must still be removed (serial → creation time), durably, in place of the pages
+    stored before. Raise :class:`OSError` if the index cannot be written."""
     index_db.put_extra(_FORGOTTEN, b"".join(itertools.starmap(_PAGE.pack, pages.items())))
 
 

@@ -233,7 +233,8 @@ class IndexDB:
     """An open index. All methods raise :class:`OSError` if LMDB or the disk fails."""
 
     def __init__(self, path: Path, *, map_bytes: int, read_only: bool = False) -> None:
-        """Open or create the index. Its file never grows beyond ``map_bytes`` or its size at open.
+        """Open or create the index. The index's file never grows beyond ``map_bytes``, or beyond its size at
+        open if that is greater.
 
         With ``read_only``, no file changes, not even LMDB's lock file; the caller must have locked the
         directory. ``map_bytes=0`` uses the size with which the index was last opened. LMDB does not check its
@@ -551,7 +552,7 @@ class IndexDB:
         return found
 
     def apply(self, change: Change) -> None:
-        """Make all of ``change`` durable. Raise :class:`OSError` if that fails, with ENOSPC if the map is
+        """Make all of ``change`` durable. Raise :class:`OSError` if the disk fails, with ENOSPC if the map is
         full; then no page was added, but some removals may have been made."""
         with _os_errors():
             try:
@@ -592,7 +593,7 @@ class IndexDB:
 
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Replace the records of pages that have new places in the extents, durably. Each new record comes
-        with the page's old place. Raise :class:`OSError` if that fails; then nothing has changed."""
+        with the page's old place. Raise :class:`OSError` if the disk fails; then nothing has changed."""
         with _os_errors(), self._env.begin(write=True) as txn:
             for record, before in moved:
                 key = page_key(record.serial)

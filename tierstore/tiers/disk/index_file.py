@@ -7,12 +7,12 @@ its parent expects, and its entries must fill it without gaps or overlaps. All l
 same depth, and together as many entries as the head of the tree says. No page may have two owners, or be both
 free and in use. The check ignores the contents of entries, because records have checksums.
 
-The check reads with ``pread``, so that a failing disk raises an error instead of a signal. It processes the
-leaves in file order, a thousand at a time, with numpy: 0.2 s of processor time for a million records
-(0.54 GB), plus the time of the disk. Overflow pages, often most of the file, hold only payload. A damaged
-overflow page harms no reader, only the transaction that removes it. So :meth:`IndexFile.check_payloads` reads
-the overflow pages while the first lookups already run, and the store removes no page before that check has
-succeeded.
+The check reads with ``pread``, so that a failing disk raises an error instead of a signal. The check
+processes the leaves in file order, a thousand at a time, with numpy: 0.2 s of processor time for a million
+records (0.54 GB), plus the time of the disk. Overflow pages, often most of the file, hold only payload. A
+damaged overflow page harms no reader, only the transaction that removes it. So
+:meth:`IndexFile.check_payloads` reads the overflow pages while the first lookups already run, and the store
+removes no page before that check has succeeded.
 
 The layout of the file is that of LMDB 0.9 on 64-bit machines (``mdb.c``). The check does not find damage that
 occurs while the index is open: LMDB may still end the process when it reads such a page for the first time.
@@ -258,8 +258,8 @@ class IndexFile:
         self._check_free(free)
 
     def _meta(self) -> tuple[_Tree, _Tree, int]:
-        """Return the tree of free pages, the tree of trees, and the number of the last page in use. They are
-        from the newer one of the two meta pages, as in LMDB."""
+        """Return the tree of free pages, the tree of trees, and the number of the last page in use. All three
+        are read from the newer one of the two meta pages, as LMDB does."""
         pages = self._read(np.array([0, 1])).tobytes() if self._file_pages >= 2 else b""
         if not pages:
             raise _Damage("truncated")
@@ -277,7 +277,7 @@ class IndexFile:
         return _Tree.decode(free), _Tree.decode(main), last
 
     def _trees(self, main: _Tree) -> dict[bytes, _Tree]:
-        """Return the named trees. They are few, so the tree of trees has a single leaf."""
+        """Return the named trees. The named trees are few, so the tree of trees has a single leaf."""
         if main.depth == 0 and main.root == _NO_ROOT:
             return {}
         if main.depth != 1:

@@ -24,15 +24,15 @@ from tierstore.memory import address_of
 
 # -- Linux AIO -----------------------------------------------------------------------------------------
 #
-# Linux AIO does many reads with few system calls. It is used for small pages that are not adjacent.
+# Linux AIO does many reads with few system calls. AIO is used for small pages that are not adjacent.
 #
 # Reading a small page on a thread of a pool costs more time than the read itself: two thread switches, and
 # several acquisitions of the GIL. With AIO, one thread passes the kernel a whole batch of reads, and gets the
-# results a few at a time. Compared with eight threads, prefetches of such pages were 1.3 times as fast for
-# 64 KiB pages, 1.4 times for 128 KiB and 1.04 times for 256 KiB, with 0.8 to 0.85 of the processor time.
-# These are medians of 12 runs, alternating in one process, on two cores with other work.
+# results a few at a time. Compared with eight threads, prefetches of such pages were 1.3 times as fast for 64
+# KiB pages, 1.4 times for 128 KiB and 1.04 times for 256 KiB, with 0.8 to 0.85 of the processor time. These
+# ratios are medians of 12 runs, alternating in one process, on two cores with other work.
 #
-# AIO consists of four system calls, which Python's libraries do not have. It works only with O_DIRECT. On a
+# AIO consists of four system calls, which Python's libraries do not have. AIO works only with O_DIRECT. On a
 # file system without support for AIO, the kernel does the reads one after the other, so calibration.py
 # measures whether AIO is faster. io_uring would also work, but most containers forbid it.
 
@@ -77,7 +77,7 @@ a negative error number."""
 
 
 class ReadQueue:
-    """A queue of the kernel for up to ``depth`` reads in flight. One thread at a time may use it."""
+    """A queue of the kernel for up to ``depth`` reads in flight. One thread at a time may use the queue."""
 
     def __init__(self, depth: int) -> None:
         """Create the queue. Raise :class:`OSError` if the kernel does not provide one."""
@@ -89,8 +89,8 @@ class ReadQueue:
         setup, destroy, self._getevents, self._submit = _CALLS[platform.machine()]
         _call(setup, ctypes.c_long(depth), ctypes.byref(self._context))
         # The queue is not destroyed by __del__, which may run at interpreter exit without this module's
-        # globals. It is not destroyed at exit either, because that could wait for a disk that has stopped
-        # responding. The kernel frees the queues of a process at its end.
+        # globals. The queue is not destroyed at exit either, because that could wait for a disk that has
+        # stopped responding. The kernel frees the queues of a process at its end.
         self._finalizer = weakref.finalize(self, _call, destroy, ctypes.c_ulong(self._context.value))
         self._finalizer.atexit = False
 
@@ -115,7 +115,8 @@ class ReadQueue:
                 arrived += len(self._take(1))
 
     def close(self) -> None:
-        """Free the queue. This also happens when the last reference is gone. Repeated calls do nothing."""
+        """Free the queue. The queue is also freed when the last reference to this object is gone. Repeated
+        calls do nothing."""
         self._finalizer()
 
     def _hand_in(self, addresses: npt.NDArray[np.uint64]) -> int:
@@ -175,7 +176,8 @@ class FileIO:
     def read_many(self, reads: Sequence[QueuedRead], landed: Landed) -> None:
         """Do reads that may all be in flight at once, and call ``landed`` with each outcome, in any order.
         Raise :class:`OSError` if the kernel cannot queue reads; reads without a call of ``landed`` were not
-        done. This implementation does one read after the other; :class:`QueuedIO` does not."""
+        done. The implementation in this class does one read after the other; :class:`QueuedIO` queues
+        reads."""
         for number, read in enumerate(reads):
             try:
                 result = self.preadv(read.fd, [read.view], read.offset)

@@ -41,8 +41,8 @@ class IOThreads:
                 self._threads[-1].start()
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Run ``job``. Its future can be cancelled until it has started. Raise :class:`OSError` after
-        :meth:`close`."""
+        """Run ``job``. The returned future can be cancelled until the job has started. Raise :class:`OSError`
+        after :meth:`close`."""
         future: Future[T] = Future()
 
         def run() -> None:

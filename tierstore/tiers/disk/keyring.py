@@ -1,11 +1,12 @@
 """The keys of an encrypted disk tier, in one file outside of the store's directory.
 
-**Three levels.** The operator's *master key* has 32 bytes, in a file or printed by a command. It decrypts the
-*keyring*, a file outside of the store's directory. The keyring holds a random *ring key*, encrypted with the
-master key, and a *data key* for each tenant and model, encrypted with the ring key. With *session keys*, each
-session has a separate data key for its pages of a model. A data key leaves this process only in encrypted
-(*wrapped*) form. All keys are wrapped with AES-256-GCM. A wrapped data key contains the names of its tenant
-and model, and the session's hash, so that an attacker cannot exchange two entries of the keyring.
+**Three levels.** The operator's *master key* has 32 bytes, in a file or printed by a command. The master key
+decrypts the *keyring*, a file outside of the store's directory. The keyring holds a random *ring key*,
+encrypted with the master key, and a *data key* for each tenant and model, encrypted with the ring key. With
+*session keys*, each session has a separate data key for its pages of a model. A data key leaves this process
+only in encrypted (*wrapped*) form. All keys are wrapped with AES-256-GCM. A wrapped data key contains the
+names of its tenant and model, and the session's hash, so that an attacker cannot exchange two entries of the
+keyring.
 
 **Why the keyring is not in the store's directory.** Forgetting a tenant overwrites its keys in the keyring.
 An earlier copy of the directory has the tenant's pages, but no key. If the directory held the wrapped keys,
@@ -18,7 +19,7 @@ costs only cached pages.
 overwrites the slot in place and syncs the file before it returns. A crash during this leaves the whole key,
 or bytes that do not decrypt. Replacing the file would leave the old keys in free blocks of the file system.
 On SSDs, and on file systems that copy on write, the old block may survive until the device or the file system
-reuses it. There, only the destruction of the master key is final: rotate to a new master key, and destroy the
+reuses it. On such disks, only destroying the master key is final: rotate to a new master key, and destroy the
 old one.
 
 **Many sessions.** A new key takes a slot of 1 KiB. All new keys of a batch of pages are written with one
@@ -30,8 +31,8 @@ file, which replaces the old one. Pages do not change. Remains of the old file o
 only with the old master key.
 
 **Memory.** Data keys are in memory that is locked (never swapped) and left out of core dumps. Python copies a
-key for each use, and OpenSSL derives round keys from it. These copies are short-lived, but nothing erases
-them, and a core dump may contain them. No key is in a ``repr``, a log line or an exception.
+key for each use, and OpenSSL derives round keys from it. The copies of keys are short-lived, but nothing
+erases them, and a core dump may contain them. No key is in a ``repr``, a log line or an exception.
 """
 
 from __future__ import annotations
@@ -343,8 +344,8 @@ class DataKey:
 
 
 class Keyring:
-    """An open keyring. Thread-safe. One process at a time can have it open. With ``session_keys``, a page
-    that is saved within a session is encrypted with the session's key."""
+    """An open keyring. Thread-safe. One process at a time can have a keyring open. With ``session_keys``, a
+    page that is saved within a session is encrypted with the session's key."""
 
     def __init__(self, lock: PathLock, id: bytes, ring_key: bytes | None, sharing: bytes) -> None:
         self.path = lock.path
@@ -502,7 +503,7 @@ class Keyring:
         return self.session_keys or self._sessions > 0
 
     def admits(self, scope: Scope) -> bool:
-        """Return whether the scope has a key or may get one. There is a limit only for session keys."""
+        """Return whether the scope has a key or may get one. Only the number of session keys is limited."""
         return not scope.session or self._sessions < MOST_SESSION_KEYS or _shortened(scope) in self._by_scope
 
     @property
@@ -539,8 +540,8 @@ class Keyring:
 
     def rotate(self, master: bytes) -> None:
         """Replace the keyring by one with another master key and another ring key, durably, and close it.
-        Raise :class:`OSError` if that fails; then the file is the complete old keyring or the complete new
-        one."""
+        Raise :class:`OSError` if the file cannot be written; then it is the complete old keyring or the
+        complete new keyring."""
         assert self._ring_key is not None, "a locked keyring cannot be rotated"
         ring_key = secrets.token_bytes(KEY_BYTES)
         new = _rotated(self.path)
@@ -741,7 +742,7 @@ def _erase_rotated(path: Path, id: bytes) -> None:
 
 
 def _wrapped_ring_key(master: bytes, id: bytes, ring_key: bytes) -> bytes:
-    """Return the header's slot. Its contents fit into one sector, which a disk writes as a whole or not at
+    """Return the header's slot. The header fits into one sector, which a disk writes as a whole or not at
     all."""
     wrapped = wrap(master, ring_key, _MAGIC + id)
     header = _HEADER.pack(_MAGIC, id, wrapped[:NONCE_BYTES], wrapped[NONCE_BYTES:])

@@ -96,11 +96,11 @@ class IndexScan:
         check: IndexFile | None,
         waited_for: bool,
     ) -> None:
-        """Start the scan. It claims the places of all pages in ``space``. ``worths`` are those of the roots.
-        With ``keyed`` (sessions may have keys), it also reads the number of each page's encryption key.
-        ``check`` is the index's file if its payloads have not been checked yet; the scan checks them first,
-        because no page may be removed before that. Damage is logged, unless the scan is ``waited_for``: then
-        the caller reports :attr:`error`."""
+        """Start the scan. The scan claims the places of all pages in ``space``. ``worths`` are those of the
+        roots. With ``keyed`` (sessions may have keys), the scan also reads the number of each page's
+        encryption key. ``check`` is the index's file if its payloads have not been checked yet; the scan
+        checks them first, because no page may be removed before that. Damage is logged, unless the scan is
+        ``waited_for``: then the caller reports :attr:`error`."""
         self.page_table: PageTable | None = None
         self.error: Exception | None = None
         self.lost_pages = 0
@@ -205,7 +205,7 @@ def open_parts(
     codec: Codec | None = None,
     keyring: Keyring | None = None,
 ) -> OpenedParts:
-    """Lock and open ``path``. Its index is checked before LMDB opens it. ``policy`` decides which pages are
+    """Lock and open ``path``. The index is checked before LMDB opens it. ``policy`` decides which pages are
     evicted if there are too many for ``layout``. New pages will be encoded by ``codec``, and encrypted with
     the keys of the ``keyring`` (None: not encrypted).
 
@@ -252,7 +252,7 @@ def refuse_other_formats(directory: StoreDirectory) -> None:
 
 
 def make_index(directory: StoreDirectory, io: FileIO) -> None:
-    """Create an empty index if the directory has none. Raise :class:`OSError` if that fails.
+    """Create an empty index if the directory has none. Raise :class:`OSError` if the index cannot be written.
 
     The file is written under another name first, because LMDB does not sync its first pages, and a crash
     could leave an incomplete index."""
@@ -530,7 +530,7 @@ class _Opening:
         The new file gets the pages that the policy would evict last, as many as fit beside the old file. Both
         files together may take the capacity of the last or of this opening, whichever is larger. The old file
         remains the index until the new file is renamed to it, and loses only pages that must be evicted. The
-        evicted pages are removed from ``page_table``. Raise :class:`OSError` if that fails.
+        evicted pages are removed from ``page_table``. Raise :class:`OSError` if the disk fails.
         """
         most_bytes = max(meta.capacity_bytes or self._taken_before, self._layout.capacity_bytes)
         before = len(page_table)
@@ -559,8 +559,8 @@ class _Opening:
         self, old: IndexDB, meta: StoreMeta, page_table: PageTable, most_bytes: int
     ) -> None:
         """If the old index file leaves too little room for the new file, delete the pages that the new file
-        cannot hold, and return the old file's free pages to the file system. Raise :class:`OSError` if that
-        fails."""
+        cannot hold, and return the old file's free pages to the file system. Raise :class:`OSError` if the
+        disk fails."""
         taken, used = self._directory.index.stat().st_blocks * 512, old.usage.used_bytes
         room = most_bytes - (self._directory.allocated_bytes() - taken) - 2 * _SPARE
         if taken + min(used, self._layout.index_bytes) <= room:
@@ -572,8 +572,8 @@ class _Opening:
             serials = set(page_table.places())
             evict_down_to(int(total * share), total, page_table, self._policy)
             old.forget(sorted(serials.difference(page_table.places())))
-        # After a crash, LMDB may return to the state before the last commit. This commit makes that state one
-        # without the deleted pages.
+        # After a crash, LMDB may return to the state before the last commit. So commit once more, which makes
+        # that state one without the deleted pages.
         _put_meta(old, meta)
         try:
             IndexFile(self._directory.index).give_back_free_pages(self._io)

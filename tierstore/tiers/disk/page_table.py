@@ -1,13 +1,13 @@
 """A table in memory with a few numbers about every durable page, and the order of eviction.
 
-A store may have millions of pages on disk, most of them from earlier runs. Their records stay in the index on
-disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are in this table: one
-row per page, 84 bytes in columns (92 if sessions have keys). A million pages take 84 MB and are read in a
-second at open. A policy sorts all pages in one numpy operation.
+A store may have millions of pages on disk, most of them from earlier runs. The pages' records stay in the
+index on disk and are read when a lookup needs them (``IndexDB.find``). The numbers for eviction are in this
+table: one row per page, 84 bytes in columns (92 if sessions have keys). A million pages take 84 MB and are
+read in a second at open. A policy sorts all pages in one numpy operation.
 
 If a damaged page is removed while pages below it stay, its row becomes a *tombstone*. The tombstone keeps
-these pages connected to the page's parent. It ends when the page is saved again under its old serial, or
-when the last page below it is removed.
+these pages connected to the page's parent. The tombstone is removed when the page is saved again under its
+old serial, or when the last page below it is removed.
 """
 
 from __future__ import annotations
@@ -346,8 +346,8 @@ class PageTable:
                 depth[row] = depth[parent] + 1 if parent >= 0 else 0
 
     def remove(self, serial: int) -> Removal:
-        """Remove a page that is about to be removed from disk. Its row stays as a tombstone while pages below
-        it are on disk."""
+        """Remove a page that is about to be removed from disk. The page's row stays as a tombstone while
+        pages below the page are on disk."""
         with self._lock:
             row = self._row(serial)
             assert row is not None, f"page {serial} is not in the page table"
@@ -533,10 +533,10 @@ class PageTable:
         until: float = np.inf,
     ) -> list[int]:
         """Return the serials of the next pages to evict: up to ``count`` (of one size class), but no more
-        than it takes to free ``nbytes``. They are the worst by ``policy``; of pages with equal scores, the
-        deepest comes first. A page with pages below it comes right after the last of these pages. Pages used
-        since the last sorting are skipped. An empty list means that no sorted page, or none up to the score
-        ``until``, is left; without a sorted page, the next call sorts again.
+        than it takes to free ``nbytes``. The worst pages by ``policy`` come first, and among pages with equal
+        scores the deepest pages. A page with pages below it comes right after the last of these pages. Pages
+        used since the last sorting are skipped. An empty list means that no sorted page, or none up to the
+        score ``until``, is left; without a sorted page, the next call sorts again.
 
         The caller must check whether each page may be evicted: a page that still has :meth:`children` may
         not.

@@ -379,8 +379,8 @@ class Payloads:
                 record.checksum = buffer.checksum
 
     def erase(self, removed: Sequence[Removal]) -> None:
-        """Overwrite the payloads of these pages with zeros. Their places must not be free yet. Raise
-        :class:`OSError` if that fails."""
+        """Overwrite the payloads of these pages with zeros. The pages' places must not be free yet. Raise
+        :class:`OSError` if the disk fails."""
         zeros = Memory(max(each.nbytes for each in removed), shared=False) if removed else None
         for start in range(0, len(removed), _ERASED_AT_ONCE):
             assert zeros is not None

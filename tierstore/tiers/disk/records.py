@@ -1,9 +1,9 @@
 """The formats of the index: a page's record, its facts, and the keys of the index's trees.
 
-The *record* describes a page, and changes only if the page moves. It has a checksum of its own, seeded with
-the page's serial. So a damaged record, or one stored under a wrong serial, is detected before its tokens or
-its place are used. The *facts* are the few numbers that decide the order of eviction and the free space. They
-are stored apart from the record, because every opening reads the facts of all pages.
+The *record* describes a page, and changes only if the page moves. A record has a checksum of its own, seeded
+with the page's serial. So a damaged record, or one stored under a wrong serial, is detected before its tokens
+or its place are used. The *facts* are the few numbers that decide the order of eviction and the free space.
+Facts are stored apart from records, because every opening reads the facts of all pages.
 """
 
 from __future__ import annotations
@@ -117,8 +117,8 @@ _LEAST_STEPS = 4
 
 
 class PageUse(Struct, frozen=True, gc=False):
-    """When a page was last used, and how often it was found. This is a struct because it is created for every
-    written page, and creating a named tuple takes three times as long."""
+    """When a page was last used, and how often it was found. The class is a struct because an object is
+    created for every written page, and creating a named tuple takes three times as long."""
 
     tick: int  # the store's logical clock, which continues after a restart
     used_s: float  # wall clock

@@ -28,9 +28,9 @@ bytes at a wrong place do not match the payload's tag. Therefore these are misse
 payloads, swapped payloads, records under other serials, parents or identities, and the payload of an older
 version of a page.
 
-A program that can write to the directory can still delete pages. It can also restore an earlier state of a
-whole page: record, link and payload of one moment. That state holds the same tokens of the same tenant and
-model. The store cannot distinguish such a page from a restored backup.
+A program that can write to the directory can still delete pages. Such a program can also restore an earlier
+state of a whole page: record, link and payload of one moment. The restored page holds the same tokens of the
+same tenant and model. The store cannot distinguish such a page from a restored backup.
 
 **A reader without a key** sees the identities (tenant, model, layout), the number of pages, their sizes in
 steps of 1/64, their numbers of tokens, and the times at which pages were saved and used. The reader also sees
@@ -221,8 +221,9 @@ class Sealing:
         )
 
     def moment(self, session: bytes = b"") -> bytes:
-        """Return the value of :attr:`PageRecord.seal` for a record that is created now. It says which drops
-        of keys came before, and which session's key will encrypt the page (empty: the tenant's key)."""
+        """Return the value of :attr:`PageRecord.seal` for a record that is created now. The value says which
+        drops of keys came before, and which ``session`` has the key that will encrypt the page (empty: the
+        tenant's key)."""
         return _MOMENT.pack(self.keyring.drops) + session
 
     # -- keys ----------------------------------------------------------------------------------------
@@ -290,8 +291,8 @@ class SessionKeys:
         return data_key.scope.session if data_key is not None else b""
 
     def admits(self, identity: bytes, session: bytes) -> bool:
-        """Return whether a page of this identity and session can be encrypted. It cannot if the session has
-        no key and there are too many session keys."""
+        """Return whether a page of this identity and session can be encrypted: False if the session has no
+        key and there are too many session keys."""
         if self._sealing is None or not session:
             return True
         scope = self._sealing.scope(identity) or Scope("", "")
@@ -320,8 +321,8 @@ class SealedPayloads:
     def write(self, pages: Sequence[tuple[PageRecord, memoryview]]) -> None:
         """Encrypt payloads and write them to their places, as :meth:`Payloads.write` does. Set the records'
         seals, and the checksums of unencoded pages. An encrypted inline payload is kept in ``record.seal``
-        until the commit. It is encrypted here and not in the commit, so that a tenant that is forgotten in
-        between gets no new key."""
+        until the commit. An inline payload is encrypted here and not in the commit, so that a tenant that is
+        forgotten in between gets no new key."""
         self._sealing.make_keys(record for record, _ in pages)
         for record, view in pages:
             if record.place == INLINE:

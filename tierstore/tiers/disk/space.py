@@ -129,8 +129,8 @@ def _round_down(nbytes: int) -> int:
 
 # -- emptying slabs ------------------------------------------------------------------------------------
 #
-# If a size class has no free slots, other slabs are emptied to make room for a new slab of the class. This
-# code chooses the slabs to empty; it has no access to files.
+# If a size class has no free slots, other slabs are emptied to make room for a new slab of the class.
+# :func:`choose` chooses the slabs to empty, and does no I/O.
 #
 # A *window* is a run of adjacent units that could hold the new slab. All pages in the window must move to
 # free slots of their own classes, or to new slabs on free units. Then the window's slabs are empty and their
@@ -175,7 +175,7 @@ def choose(
     candidates = _Candidates(space, units, fixed, joining=joining)
     hopeless = {
         slot_bytes(nbytes)
-    }  # classes whose pages must not move; for the wanted class it gains nothing
+    }  # size classes whose pages are not moved; moving pages of the wanted class gains nothing
     chosen: list[Window] = []
     tried = 0
     again = True

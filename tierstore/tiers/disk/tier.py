@@ -78,7 +78,7 @@ class Unsynced:
         self._failed_syncs = 0
 
     def begin(self) -> int:
-        """Call this before writing, and pass the result to :meth:`written` after it."""
+        """Return a number that the caller passes to :meth:`written` after writing payloads."""
         return self._failed_syncs
 
     def written(self, places: Iterable[int], begun: int) -> None:
@@ -473,7 +473,7 @@ class DiskTier:
     def relocate(self, moved: Sequence[tuple[PageRecord, int]]) -> None:
         """Replace the records of pages that :meth:`write` has copied to new places, durably. Each new record
         comes with the page's old place. The old places stay in use until ``space.vacate``, because reads of
-        them may still be running.
+        the old places may still be running.
 
         The caller must also change the page table. Raise :class:`OSError` if the disk fails; then all pages
         are still at their old places.
@@ -508,7 +508,7 @@ class DiskTier:
     def keep_departures(self, dump: bytes) -> None:
         """Store the list of evicted pages, for the next opening. An encrypted directory does not store it,
         because it would reveal whether a guessed prompt was saved. Raise :class:`OSError` if there is no room
-        for it, or the disk fails."""
+        for the list, or the disk fails."""
         if self._sealing is not None:
             return
         with self._commit_lock:
@@ -516,8 +516,8 @@ class DiskTier:
             self._index_db.put_extra(_DEPARTURES, dump)
 
     def probe(self, tick: int) -> None:
-        """Write, commit and read a test page that leaves no trace. Raise :class:`OSError` if the disk fails
-        to do this."""
+        """Write, commit and read a test page that leaves no trace. Raise :class:`OSError` if one of these
+        steps fails."""
         self._presence.require()
         try_out(self.space, self._payloads, lambda: self.commit([], [], {}, tick))
 

@@ -3,8 +3,8 @@
 The check trusts a record that matches its own checksum, and a payload that matches its record's checksum. All
 other parts of the index (facts, links, pieces) repeat the contents of records. If these parts contradict a
 page's record, the page is damaged. A page stays if it is not damaged, its place is possible and not another
-page's, and all pages before it in its prompt stay. A repair removes all other pages. It does not rebuild
-pages, because they can be computed again. ::
+page's, and all pages before it in its prompt stay. A repair removes all other pages. A repair does not
+rebuild pages, because they can be computed again. ::
 
     check.py        runs the steps of a check in order
     examination.py  reads the index, and compares its trees

@@ -34,7 +34,7 @@ from tierstore.tiers.disk.records import INLINE
 from tierstore.units import MIB, round_up
 
 _BATCH_BYTES = 4 * MIB
-_LARGEST_ENCODED = 1 << 30  # bytes of a page: codecs do not encode larger pages
+_LARGEST_ENCODED = 1 << 30  # largest page in bytes that a codec encodes
 _GAP = 256 * 1024  # reading a gap of this size between two pages takes no longer than another request
 
 Progress = Callable[[int, int], None]  # pages and bytes verified since the last call, from any thread
