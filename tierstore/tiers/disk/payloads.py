@@ -362,7 +362,7 @@ class Payloads:
         filled = (
             [FilledBuffer(number, view, fill) for number, (_, view) in enumerate(pages)] if fill else None
         )
-        batch = _Batch(pages, filled)
+        batch = _PagesInMemory(pages, filled)
         self._extents.grow(batch.end)
 
         def work(request: ExtentRequest) -> None:
@@ -409,12 +409,12 @@ class Payloads:
                 own = staged.view(start, nbytes) if staged is not None and nbytes else view
                 buffers.append(self._buffer(record, view, own, encoded))
                 start += nbytes
-            return self._read(pages, _Batch(pages, buffers))
+            return self._read(pages, _PagesInMemory(pages, buffers))
         finally:
             if staged is not None:
                 self._staging.give_back([staged])
 
-    def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _Batch) -> ReadBatch:
+    def _read(self, pages: Sequence[tuple[PageRecord, memoryview]], batch: _PagesInMemory) -> ReadBatch:
         mode = self.read_mode
         failed: dict[int, OSError] = {}  # by page
 
@@ -446,7 +446,7 @@ class Payloads:
                 outcomes.append(PageRead.FAILED if unread else PageRead.DAMAGED)
         return ReadBatch(outcomes, next(iter(failed.values()), None))
 
-    def _read_queued(self, batch: _Batch, requests: Sequence[ExtentRequest]) -> list[ExtentRequest]:
+    def _read_queued(self, batch: _PagesInMemory, requests: Sequence[ExtentRequest]) -> list[ExtentRequest]:
         """Do the small requests all at once. Return the requests that were not done or failed."""
         small: list[ExtentRequest] = []
         left: list[ExtentRequest] = []
@@ -488,7 +488,7 @@ class Payloads:
         self._writers.close()
 
 
-class _Batch:
+class _PagesInMemory:
     """The extents and the memory of the pages of one read or write."""
 
     def __init__(
