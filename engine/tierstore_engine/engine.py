@@ -52,18 +52,18 @@ PromptInput: TypeAlias = str | Ints[int]
 """Text, or token ids that are used as they are (nothing is prepended)."""
 
 _STALLED_S = 60.0
-_MOST_LOSSES = 3  # a request whose pages the overflow file loses more often ends with an error
+_MOST_LOSSES = 3  # after more losses of its pages in the overflow file, a request ends with an error
 
 
 class EngineStalledError(TierStoreError):
-    """Nothing could be computed for a long time, because leases or pins from elsewhere hold the needed
+    """No request could be computed for 60 s, because leases or pins outside this engine hold the needed
     pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Pick:
-    """A sequence whose next token is due. The token is chosen from ``row`` of the logits, and further tokens
-    from the rows after it, one for each token of the draft."""
+    """A sequence whose next token is chosen from ``row`` of the logits. Each token of ``draft`` has one of
+    the following rows."""
 
     sequence: Sequence
     row: int
@@ -71,20 +71,20 @@ class _Pick:
 
 
 class PrefillTimer:
-    """Time prefill steps of one sequence alone. Sequences decoded beside it would make it look slow.
+    """Measure the speed of prefill, only in steps that compute a single sequence.
 
-    On a GPU a step is only queued when it returns, and its end is known when a token is waited for. So steps
-    of one sequence are timed together, from one such point to the next.
+    On a GPU a step returns when it is queued, and its end is known only when the engine waits for a token. So
+    consecutive steps of one sequence are timed together, up to the next wait for a token.
     """
 
     def __init__(self, connector: Connector) -> None:
-        self.prefill: Prefill | None = None  # None before a measurement
+        self.prefill: Prefill | None = None  # None before the first measurement
         self._connector = connector
         self._estimate = PrefillEstimate()
         self._waits = connector.pool.overlaps
         self._began = 0.0
         self._first = self._stop = 0  # tokens of the steps in flight
-        self._sequence: object = None  # the sequence of these steps; None if they cannot be attributed
+        self._sequence: object = None  # the sequence of the steps in flight; None if these are not timed
 
     def began(self, work: Ints[Work]) -> None:
         """Record that a step begins."""
@@ -99,11 +99,11 @@ class PrefillTimer:
             self._began = time.monotonic()
 
     def forget(self) -> None:
-        """Record that something else is computed."""
+        """Discard the measurement of the steps in flight."""
         self._sequence = None
 
     def queued(self) -> None:
-        """Record that a step has returned without a wait."""
+        """Record that a step has returned without waiting for the device."""
         if not self._waits:
             self.ended()
 
@@ -120,9 +120,11 @@ class PrefillTimer:
 class Engine:
     """Continuous batching over one model and one connector. Not thread-safe.
 
-    There are three ways to use it. Call ``add``, then ``step`` until ``has_work`` is False. Or iterate
-    ``stream`` or call ``generate``; these step the engine, and may be mixed and nested. Or use ``astream``
-    from one event loop, and nothing else at the same time.
+    There are three ways to use an engine:
+
+    - Call ``add``, then ``step`` until ``has_work`` is False.
+    - Iterate over ``stream`` or call ``generate``. Both call ``step``, and may be mixed and nested.
+    - Iterate over ``astream`` from one event loop, and call no other method at the same time.
     """
 
     def __init__(
@@ -137,9 +139,9 @@ class Engine:
         vision: Vision | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``adapters`` has the digest of each of the model's adapters, by name. Callers of :meth:`add` make
-        their images with ``vision``. ``clock`` is the clock of the scheduler. Deadlines count from its value
-        in :meth:`add`."""
+        """``adapters`` maps the names of the model's adapters to their digests. ``vision`` makes the images
+        that callers pass to :meth:`add`. The scheduler measures deadlines with ``clock``, from :meth:`add`
+        on."""
         self.model = model
         self.tokenizer = tokenizer
         self.vision = vision
@@ -189,13 +191,13 @@ class Engine:
         """Queue a request.
 
         - ``session``: a name of the conversation, see :meth:`finish`.
-        - ``hint``: what is known of the future of its pages.
-        - ``save``: False stores none of its pages.
-        - ``priority``: requests with lower values come first.
-        - ``ttft_slo_s``: the time limit for its first token, in seconds.
-        - ``promise``: another engine has computed the prompt; the request waits for its pages.
-        - ``adapter``: the name of the adapter that computes it. None takes the model alone.
-        - ``images``: embeddings in the places of tokens of the prompt, in order.
+        - ``hint``: what the caller knows about later uses of the request's pages.
+        - ``save``: False stores none of the request's pages.
+        - ``priority``: requests with lower values are computed first.
+        - ``ttft_slo_s``: the time limit for the request's first token, in seconds.
+        - ``promise``: another engine has promised to save the prompt's pages; the request waits for them.
+        - ``adapter``: the name of the adapter to apply; None for the model without an adapter.
+        - ``images``: images whose embeddings replace tokens of the prompt, in the prompt's order.
 
         Raises :class:`RequestError` if the request can never be served. Raises :class:`DeadlineError` if its
         first token is not expected within ``ttft_slo_s``, given the waiting requests, the cached part of its
@@ -225,12 +227,12 @@ class Engine:
         return sequence.request_id
 
     def fork(self, request_id: RequestId, *, seed: int | None = None) -> RequestId:
-        """Add another continuation of a request. It has the request's prompt and generated tokens, shares
-        their pages, and draws from ``seed`` from the next token on.
+        """Add another continuation of a request. The new request has the prompt and the generated tokens of
+        the old one, shares their pages, and samples its next tokens with ``seed``.
 
-        Nothing is computed twice: the new request waits until the old one's next token is due, then both
-        continue side by side. Its completion includes the tokens and text from before the fork, its outputs
-        do not. Raises :class:`RequestError` for a request that has ended.
+        The new request waits until the old one's next token is due; then both continue. The new request's
+        completion includes the tokens and text from before the fork, its outputs do not. Raises
+        :class:`RequestError` for a request that has ended.
 
             >>> first = engine.add("Two ways to say it:", SamplingParams(temperature=1, seed=0))
             >>> others = [engine.fork(first, seed=seed) for seed in (1, 2, 3)]
@@ -241,7 +243,7 @@ class Engine:
         return self._roster.follow(parent, seed=seed).request_id
 
     def finish(self, session: str) -> None:
-        """End a conversation: pages that only it uses need not be kept."""
+        """End a conversation. Pages that no other conversation uses need not be kept."""
         self.connector.finish(session)
 
     def cancel(self, request_id: RequestId) -> bool:
@@ -260,19 +262,19 @@ class Engine:
     def resize_pool(self, nbytes: int) -> PoolSize:
         """Set the memory for pages to ``nbytes``, for example to make room for another model.
 
-        Growing takes effect at once. Shrinking continues as pages become free: cached pages leave now, pages
-        of requests when these end or are preempted. Every request continues. Raises :class:`UsageError` for
-        an impossible size, or one that a current request might not fit.
+        A larger size takes effect at once. A smaller one evicts cached pages now, and takes the pages of
+        requests when these end or are preempted. No request is cancelled. Raises :class:`UsageError` for an
+        impossible size, or one that a current request might not fit.
         """
         for sequence in self._roster:
             group = self._beams.of(sequence)
             self.limits.check_resize(nbytes, sequence, group.search.width if group else 1)
         size = self.connector.resize(nbytes)
-        self._scheduler.room_grew()  # may be False: then waiting requests continue to wait
+        self._scheduler.room_grew()  # harmless if the pool has shrunk: waiting requests continue to wait
         return size
 
     def discard(self, *request_ids: RequestId) -> None:
-        """End requests that nothing listens to, if they have not ended. No step returns their completions."""
+        """End the given requests that have not ended. No step returns their completions."""
         cancelled = {request_id for request_id in request_ids if self.cancel(request_id)}
         self._cancelled = [output for output in self._cancelled if output.request_id not in cancelled]
 
@@ -345,8 +347,8 @@ class Engine:
     def sample(
         self, prompt: PromptInput, params: SamplingParams | None = None, *, n: int
     ) -> list[Completion]:
-        """Return ``n`` completions of one prompt, which is computed and kept once. With a seed the first
-        completion uses it, the second the next number, and so on."""
+        """Return ``n`` completions of one prompt, which is computed and kept once. With a seed, completion
+        ``i`` (from 0) uses ``seed + i``."""
         params = params or SamplingParams()
         ids: list[RequestId] = []
         try:
@@ -407,7 +409,7 @@ class Engine:
             drafted_tokens=self._drafted_tokens,
             accepted_tokens=self._accepted_tokens,
             preemptions=self._roster.preemptions,
-            waiting_for=+waiting_for,  # without reasons that no request has
+            waiting_for=+waiting_for,  # "+" removes the reasons with a count of 0
             admitted=len(self._scheduler.admitted),
             shared_pages=self._keeper.shared_pages,
             available_pages=self.connector.available(),
@@ -453,9 +455,9 @@ class Engine:
     def _interrupted(
         self, sequences: list[Sequence], error: LostPagesError | OverflowFailedError
     ) -> list[StepOutput]:
-        """End a step that the overflow file has interrupted. A sequence with lost pages starts again, or ends
-        if that was too often. Without room, the largest sequence ends. Sequences with a recurrent state start
-        again too, because the step may have changed it."""
+        """End a step in which the overflow file has failed. A sequence with lost pages starts again, or ends
+        with an error after too many losses. If the file has no room, the largest sequence ends with an error.
+        Sequences with a recurrent state also start again, because the step may have changed the state."""
         self._prefills.forget()
         if isinstance(error, LostPagesError):
             self.connector.lose(sorted(error.pages))
@@ -472,17 +474,17 @@ class Engine:
         return [output for sequence in failed for output in self._failed(sequence, str(error))]
 
     def _failed(self, sequence: Sequence, why: str) -> list[StepOutput]:
-        """End a request with an error. None of its pages are saved. The search of a beam ends with it."""
+        """End a request with an error, without saving its pages. If it is a beam, its search ends, too."""
         self._beams.fail(sequence, why)
-        if self._roster.get(sequence.request_id) is None:  # another beam of its search has failed, too
+        if self._roster.get(sequence.request_id) is None:  # another beam of the same search has failed before
             return []
         sequence.error = why
         sequence.no_save = True
         return [self._retire(sequence, sequence.finish(FinishReason.ERROR), ())]
 
     def _advance(self, item: Work, *, wait: bool) -> list[StepOutput]:
-        """Compute the next layers of a sequence whose pages are arriving: those that have arrived, or all of
-        them with ``wait``."""
+        """Compute the next layers of a sequence whose pages are arriving: the layers whose bytes have
+        arrived, or all layers with ``wait``."""
         self._prefills.forget()
         sequence, config = item.sequence, self.model.config
         partial = sequence.partial
@@ -513,7 +515,7 @@ class Engine:
         picks = self._picks(finishing(work))
         if not picks:
             self._prefills.queued()
-            return []  # nothing to wait for
+            return []
         draws = [pick.sequence.draws(pick.draft) for pick in picks]
         rows = [pick.row + place for pick in picks for place in range(len(pick.draft) + 1)]
         choices = iter(self.model.sample(logits, [draw for some in draws for draw in some], rows))
@@ -553,8 +555,8 @@ class Engine:
         return sequence.decodes and not self._roster.followed(sequence) and self._beams.of(sequence) is None
 
     def _picks(self, ending: list[Work]) -> list[_Pick]:
-        """Return the sequences whose next token is due, with their rows of the logits. Forks that follow one
-        of them share its pages from here on, and choose from the same row."""
+        """Return the sequences whose next token is due, with their rows of the logits. A fork that waits for
+        one of these sequences shares its pages from now on, and chooses from the same row."""
         picks, row = [], 0
         for item in ending:
             sequence = item.sequence
@@ -564,7 +566,7 @@ class Engine:
         return picks
 
     def _accept(self, pick: _Pick, choices: list[Choice]) -> StepOutput:
-        """Append the chosen tokens up to the first that the draft did not predict."""
+        """Append the chosen tokens up to and including the first one that the draft did not predict."""
         sequence, draft = pick.sequence, pick.draft
         text, newest = "", []
         for place, choice in enumerate(choices):
@@ -599,8 +601,8 @@ class Engine:
             stats = self.stats()
             raise EngineStalledError(
                 f"{stats.waiting} requests wait for pages ({stats.wait_reasons}), but only "
-                f"{stats.available_pages} of {stats.total_pages} are available: leases or pins from "
-                "elsewhere hold the rest"
+                f"{stats.available_pages} of {stats.total_pages} are available: leases or pins outside this "
+                "engine hold the others"
             )
         self._scheduler.wait()
 

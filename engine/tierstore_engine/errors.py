@@ -6,11 +6,12 @@ from tierstore.errors import TierStoreError, UsageError
 
 
 class ModelError(TierStoreError):
-    """A model folder that cannot be used: something is missing, unsupported or of the wrong shape."""
+    """A model folder that cannot be used: a file or tensor is missing, unsupported or of the wrong shape."""
 
 
 class KernelError(ModelError):
-    """The CUDA kernels cannot be built or loaded here; the message says what to install or change."""
+    """The CUDA kernels cannot be built or loaded on this machine. The message says what to install or
+    change."""
 
 
 class RequestError(UsageError):
@@ -19,12 +20,12 @@ class RequestError(UsageError):
 
 
 class RankLostError(TierStoreError):
-    """A process of ``--tensor-parallel`` has died or hangs. The engine cannot continue."""
+    """A process of ``--tensor-parallel`` has died or hangs, and the engine cannot continue."""
 
 
 class DeadlineError(TierStoreError):
-    """A request whose first token would be late. ``retry_after_s`` is when the waiting requests are expected
-    to be computed; None if the prompt alone takes too long."""
+    """A request whose first token would be late. ``retry_after_s`` is the number of seconds after which a
+    retry may succeed; None if the prompt alone takes too long."""
 
     def __init__(self, message: str, retry_after_s: float | None) -> None:
         super().__init__(message)

@@ -1,8 +1,8 @@
 """Read a checkpoint's ``config.json`` into a :class:`ModelConfig`, with one reader for each architecture.
 
 transformers 5 writes ``rope_parameters`` and ``dtype`` where 4.x wrote ``rope_theta``/``rope_scaling`` and
-``torch_dtype``; both are read. Models that this engine cannot compute exactly are refused here, with the name
-of the field.
+``torch_dtype``. The readers accept files of both versions. A model that this engine cannot compute exactly is
+refused with an error that names the field.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from tierstore_engine.weight_schemes import WeightScheme, read_scheme
 
 
 def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
-    """Return the :class:`ModelConfig` of a ``config.json``. ``dtype`` overrides the checkpoint's own. For a
-    model that also takes images it is that of the text part.
+    """Return the :class:`ModelConfig` of a ``config.json``. ``dtype`` overrides the checkpoint's dtype. For a
+    model with images, the result describes only its text part.
 
     Raises :class:`ModelError` for architectures, activations and RoPE types that this engine does not
     compute, and for missing or invalid fields.
@@ -69,7 +69,7 @@ def config_from_hf(raw: Raw, *, dtype: str | None = None) -> ModelConfig:
 
 def weight_scheme(raw: Raw) -> WeightScheme | None:
     """Return how the weights of a ``config.json`` are quantised, None if they are not. Raises
-    :class:`ModelError` for a scheme that is not read."""
+    :class:`ModelError` for an unsupported scheme."""
     given = raw.get("quantization_config")
     if not given or (isinstance(given, Mapping) and _quantises_kv_only(given)):
         return None
@@ -78,7 +78,7 @@ def weight_scheme(raw: Raw) -> WeightScheme | None:
 
 def check_quantisation(raw: Raw, file: str) -> None:
     """Raise :class:`ModelError` if ``raw``, or an object in it, says that weights are quantised. A
-    ``quantization_config`` that concerns only KV passes: its scales are for ``--kv-scales checkpoint``."""
+    ``quantization_config`` that concerns only KV is allowed, for ``--kv-scales checkpoint``."""
     for name, value in raw.items():
         if name not in _QUANTISATION:
             if isinstance(value, Mapping):
@@ -96,8 +96,8 @@ def _quantises_kv_only(raw: Raw) -> bool:
 
 
 def unread_tensors(raw: Raw) -> Mapping[str, str]:
-    """Return the tensors that a checkpoint may have beside those of its model, as patterns of whole names,
-    with the reason why they are not needed. Tensors of other names are refused."""
+    """Return the tensors that a checkpoint may have although the engine does not use them: patterns of whole
+    names, with the reason why each is not needed."""
     architecture = _architecture(raw)
     text = raw.get("text_config") or raw
     unread = {**_UNREAD, **_UNREAD_OF.get(architecture, {})}
@@ -122,7 +122,7 @@ def _qwen2(raw: Raw) -> ModelConfig:
 
 
 def _qwen2_5_vl(raw: Raw) -> ModelConfig:
-    """Read the text part of Qwen2.5-VL. In older files its fields are not in an object of their own."""
+    """Read the text part of Qwen2.5-VL. In older files, its fields are at the top level of config.json."""
     given = dict(rope_fields(raw))
     sections = tuple(int(each) for each in given.get("mrope_section") or ())
     if rope_kind(given) == "mrope":
@@ -377,7 +377,7 @@ _QUANTISATION = ("quantization_config", "quantization", "compression_config")
 
 _UNREAD = {
     r"(.*\.)?rotary_emb\.inv_freq": "RoPE frequencies, which config.json says",
-    r".*\.self_attn\.(attn\.|[kv]_proj\.)?[kv]_scale": "scales of KV, for --kv-scales checkpoint",
+    r".*\.self_attn\.(attn\.|[kv]_proj\.)?[kv]_scale": "scales of quantised KV, for --kv-scales checkpoint",
 }
 _IMAGES = {
     r"(model\.)?(vision_tower|vision_model|multi_modal_projector|visual)\..*": "the encoder of images",
@@ -393,9 +393,9 @@ _UNREAD_OF: Mapping[str, Mapping[str, str]] = {
     "NemotronHForCausalLM": _FURTHER,
 }
 
-_ADDED_TOKENS = 8  # rows of Llama 3.2 Vision's embeddings behind its vocabulary
+_ADDED_TOKENS = 8  # Llama 3.2 Vision has 8 more rows of embeddings than its vocab_size says
 
-# Fields that the text part of a Gemma 3 for images leaves out of its config.json.
+# Defaults of fields that config.json may lack in the text part of a Gemma 3 model with images.
 _GEMMA3_DEFAULTS = {
     "vocab_size": 262208,
     "num_attention_heads": 8,
@@ -410,7 +410,8 @@ _GEMMA3_DEFAULTS = {
 
 
 def _with_qwen_experts(config: ModelConfig, raw: Raw) -> ModelConfig:
-    """Add experts as Qwen writes them. ``num_experts`` became ``num_local_experts`` in some versions."""
+    """Add the experts of a Qwen model. Some versions of its files name their number
+    ``num_local_experts``."""
     count = "num_experts" if raw.get("num_experts") else "num_local_experts"
     shared = int(raw.get("shared_expert_intermediate_size") or 0)
     experts = ExpertsConfig(

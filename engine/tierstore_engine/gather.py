@@ -1,8 +1,8 @@
 """Copy small fragments with a kernel, for loads whose layers are too small for the copy engines.
 
-A copy engine takes about as long for 4 KiB as for 20 KiB, so thousands of such pieces are slow. The kernel
-reads pinned host memory directly, with few blocks, and shares the device with the model. A measurement at
-start decides where it is used.
+A GPU's copy engine takes about as long for 4 KiB as for 20 KiB, so thousands of small copies are slow. The
+kernel reads pinned host memory directly, with few thread blocks, while the model computes. A measurement at
+start decides up to which size fragments are copied by the kernel.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from tierstore_engine.kernels.operations import PageCopy
 from tierstore_engine.moving import to_device
 
 LARGEST_BYTES = 64 << 10
-"""Larger fragments are always left to the copy engines, without a measurement."""
+"""Copy engines always copy larger fragments, without a measurement."""
 
 OnStream = Callable[[Stream, Callable[[], None]], None]
-"""Call a function with a stream as torch's current one."""
+"""Call a function while the given stream is torch's current stream."""
 
 
 class KernelGather:
-    """Implement :class:`tierstore.tiers.device_pool.Gather`. ``below_bytes`` is 0 until it is set."""
+    """A :class:`tierstore.tiers.device_pool.Gather`. ``below_bytes`` is 0 until a measurement sets it."""
 
     def __init__(self, launcher: Launcher, on_stream: OnStream, *, device: str) -> None:
         self.below_bytes = 0
@@ -44,6 +44,6 @@ class KernelGather:
 
 
 def crossover(engines_s: float, kernel_s: float, nbytes: int) -> int:
-    """Return ``below_bytes`` for a pool whose layers have ``nbytes``, from the time of the same copies by
-    engines and by kernel."""
+    """Return ``below_bytes`` for a pool whose layers have ``nbytes``, from the times that the copy engines
+    and the kernel took for equal copies."""
     return nbytes + 1 if kernel_s < engines_s else 0

@@ -41,7 +41,7 @@ def run(
     settings.check_chunk(spec.chunk_tokens)
     tokens = opened.tokenizer.encode(prompt)
     if len(opened.adapters) > 1:
-        raise UsageError("a prompt takes one adapter: give --adapter once")
+        raise UsageError("generate applies only one adapter: give --adapter once")
     pages = _pool_pages(options, opened, spec, settings, tokens)
     draft = open_draft(options, pages)
     engine = open_engine(options, opened, draft, pages=pages, settings=settings, model_name=options.model)
@@ -88,7 +88,8 @@ def report(completion: Completion) -> dict[str, Any]:
 
 
 class _Screen:
-    """The output of text and progress. Progress goes only to a terminal, and never between pieces of text."""
+    """The output of a run: generated text on ``out``, and the progress of prefill on ``err``. Progress is
+    shown only on a terminal, and the next text replaces it."""
 
     def __init__(self, out: TextIO, err: TextIO, *, text: bool) -> None:
         self._out = out if text else None
@@ -108,9 +109,6 @@ class _Screen:
             self._err.flush()
             self._shown = True
 
-    def end(self) -> None:
-        self.text("\n")
-
     def _clear(self) -> None:
         if self._shown and self._err is not None:
             self._err.write("\r\x1b[K")
@@ -126,7 +124,7 @@ def _generate(
         for output in engine.step():
             screen.text(output.text)
             if output.completion is not None:
-                screen.end()
+                screen.text("\n")
                 return output.completion
         done = engine.computed_tokens(request_id)
         if done < len(tokens):

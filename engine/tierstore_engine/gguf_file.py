@@ -1,7 +1,7 @@
-"""GGUF files, as llama.cpp writes them: the shape of the model, and its weights as they are packed there.
+"""Read a model's configuration and its packed weights from a GGUF file, the format of llama.cpp.
 
-The metadata becomes the fields of a ``config.json``, and :mod:`~tierstore_engine.families` reads these. Keys
-that are not known here are refused, since they could change what the model computes.
+The metadata is converted to the fields of a ``config.json``, which :mod:`~tierstore_engine.families` reads.
+Unknown keys of the metadata are refused, because they could change what the model computes.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _GEMMA3_NAMES = TensorNames(
         ("post_feedforward_layernorm", "post_ffw_norm"),
     ),
 )
-_CHECKED = ("attention.value_length", "rope.dimension_count")  # equal to key_length
+_CHECKED = ("attention.value_length", "rope.dimension_count")  # must be equal to attention.key_length
 _ROPE = ("rope.scaling.type", "rope.scaling.factor")
-_UNREAD = ("vocab_size",)  # the rows of the embeddings
+_UNREAD = ("vocab_size",)  # the number of rows of the embeddings is used instead
 _FORMS = dict(enumerate(["F32", "F16", "Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1", "Q8_0", "Q8_1"]))
 _FORMS |= {10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K"}
 _FORMS |= {16: "IQ2_XXS", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
@@ -64,8 +64,8 @@ _FORMS |= {16: "IQ2_XXS", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16", 39: "MXFP4"}
 
 @dataclass(frozen=True)
 class GGUFTensor:
-    """A tensor of a file: the name of its format, its shape, and its bytes, uint8 ``[rows, bytes]``. A format
-    that is not read has no bytes here."""
+    """A tensor of a GGUF file: the name of its format, its shape, and its bytes, uint8 ``[rows, bytes]``.
+    ``data`` is empty for an unsupported format."""
 
     form: str
     shape: tuple[int, ...]
@@ -74,14 +74,14 @@ class GGUFTensor:
 
 @dataclass(frozen=True)
 class GGUFContents:
-    """The metadata and the tensors of a file. ``fields`` lacks lists, such as the vocabulary."""
+    """The metadata and the tensors of a GGUF file. ``fields`` has no lists, such as the vocabulary."""
 
     fields: Mapping[str, Any]
     tensors: Mapping[str, GGUFTensor]
 
 
 def read_gguf(file: Path) -> GGUFContents:
-    """Return the contents of a file. Tensors are mapped, not read.
+    """Return the contents of a GGUF file. Tensors are memory-mapped, not read.
 
     Raises :class:`ModelError` for a file that is damaged, incomplete or not GGUF.
     """
@@ -108,7 +108,7 @@ def _contents(data: mmap.mmap) -> GGUFContents:
 
 
 def _placed(header: GGUFHeader) -> tuple[str, tuple[int, ...], str, int]:
-    """Return the name of a tensor, its shape, its format, and the place of its bytes."""
+    """Return the name of the next tensor, its shape, its format, and the offset of its bytes."""
     name, dimensions = header.text(), header.number("I")
     if not 1 <= dimensions <= 4:
         raise ValueError(f"tensor {name} has {dimensions} dimensions")
@@ -134,9 +134,9 @@ def _tensor(
 
 
 def config_from_gguf(file: Path, *, dtype: str | None = None) -> ModelConfig:
-    """Return the model's shape. Without ``dtype`` it computes in float32, as llama.cpp does on a CPU.
+    """Return the configuration of the model. The default of ``dtype`` is float32, as in llama.cpp on a CPU.
 
-    Raises :class:`ModelError` for other architectures, and for metadata that is not known here.
+    Raises :class:`ModelError` for an unsupported architecture and for unknown metadata.
     """
     contents = read_gguf(file)
     try:
@@ -156,7 +156,7 @@ def config_from_gguf(file: Path, *, dtype: str | None = None) -> ModelConfig:
         return _gemma3(file, raw, dtype)
     raw["architectures"] = ["LlamaForCausalLM"]
     config = _config(file, raw, dtype)
-    # The rows of Q and K are stored in an order in which neighbours are rotated together.
+    # In GGUF, RoPE rotates each pair of neighbouring rows of Q and of K.
     rope = replace(_with_frequencies(file, config, contents), interleaved=True)
     return replace(config, rope=rope, names=_LLAMA_NAMES)
 
@@ -171,8 +171,8 @@ def _config(file: Path, raw: Mapping[str, Any], dtype: str | None) -> ModelConfi
 def _fields(
     file: Path, contents: GGUFContents, own: Mapping[str, Any], read: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the fields of a ``config.json`` that follow from tensors, from several keys or from none,
-    beside those that were ``read``."""
+    """Return the fields of a ``config.json`` that ``read`` lacks, because they follow from tensors or from
+    several keys."""
     embeddings = contents.tensors.get("token_embd.weight")
     if embeddings is None or len(embeddings.shape) != 2:
         raise ModelError(f"{file}: tensor token_embd.weight is missing")
@@ -183,7 +183,7 @@ def _fields(
     head_dim = read.get("head_dim")
     for name in _CHECKED:
         if own.get(name, head_dim) != head_dim:
-            raise ModelError(f"{file}: {name} {own[name]!r} is not the length of keys, {head_dim!r}")
+            raise ModelError(f"{file}: {name} must be attention.key_length, {head_dim!r}, got {own[name]!r}")
     kind = own.get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise ModelError(f"{file}: RoPE of type {kind!r} is not read from GGUF")
@@ -193,8 +193,8 @@ def _fields(
 
 
 def _with_frequencies(file: Path, config: ModelConfig, contents: GGUFContents) -> RopeConfig:
-    """Return the RoPE with the scaling of Llama 3, whose factors of frequencies are a tensor in GGUF. The
-    largest one is the scaling's ``factor``."""
+    """Return the RoPE of ``config``, with the scaling of Llama 3 if the file has a tensor of frequency
+    factors. The largest of these is the ``factor`` of the scaling."""
     tensor = contents.tensors.get(_FREQUENCIES)
     if tensor is None:
         return config.rope
@@ -209,9 +209,9 @@ def _with_frequencies(file: Path, config: ModelConfig, contents: GGUFContents) -
 
 
 def _gemma3(file: Path, raw: dict[str, Any], dtype: str | None) -> ModelConfig:
-    """Read Gemma 3. Its norms have 1 added in the file."""
+    """Read a Gemma 3 model. The file has its norm weights with 1 added."""
     scalar = raw.get("head_dim")
-    if raw.get("num_hidden_layers") == 62:  # the 27B divides queries by the root of another width
+    if raw.get("num_hidden_layers") == 62:  # the model of 27B parameters scales queries differently
         scalar = positive(raw, "hidden_size") // positive(raw, "num_attention_heads")
     raw |= {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": scalar}
     raw["rope_local_base_freq"] = 10000.0
@@ -219,8 +219,6 @@ def _gemma3(file: Path, raw: dict[str, Any], dtype: str | None) -> ModelConfig:
 
 
 class GGUFWeights(StoredWeights):
-    """The tensors of a GGUF file."""
-
     quantised = "GGUF"
 
     def __init__(self, file: Path, *, mapped: bool = False) -> None:
@@ -230,7 +228,7 @@ class GGUFWeights(StoredWeights):
         self._tensors = read_gguf(file).tensors if not mapped else _contents(self.mapped[0].data).tensors
 
     def close(self) -> None:
-        """Do nothing: the file is mapped until the last tensor of it goes."""
+        """Do nothing: the file stays mapped until the last of its tensors is freed."""
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -251,7 +249,8 @@ class GGUFWeights(StoredWeights):
         form = self._tensors[name].form
         if form not in GGUF_FORMATS:
             raise ModelError(
-                f"{self._file}: tensor {name} is {form}, which is not read ({', '.join(GGUF_FORMATS)} are)"
+                f"{self._file}: tensor {name} has the unsupported format {form} (supported: "
+                f"{', '.join(GGUF_FORMATS)})"
             )
         return form
 
@@ -268,8 +267,8 @@ class GGUFWeights(StoredWeights):
             raise ModelError(f"{self._file}: tensor {name} is missing")
         if shape is not None and tensor.shape != tuple(shape):
             raise ModelError(
-                f"{self._file}: tensor {name} has shape {list(tensor.shape)}, but the metadata asks for "
-                f"{list(shape)}"
+                f"{self._file}: tensor {name} has shape {list(tensor.shape)}, but by the metadata it should "
+                f"have {list(shape)}"
             )
         data = tensor.data if self.mapped else tensor.data.copy()
         return PackedMatrix(GGUF_FORMATS[self._format(name)], torch.from_numpy(data))

@@ -1,17 +1,17 @@
-"""Decode by replaying captured steps, because launching a model's hundreds of kernels takes longer than many
-of them run.
+"""Decode by replaying captured steps. Without a capture, launching a step's hundreds of kernels often takes
+longer than running them.
 
-A step is captured once for each *bucket*, a number of sequences and of pages, over fixed buffers. To decode,
+A *bucket* is a step captured for a maximum number of sequences and of pages, with fixed buffers. To decode,
 the step's numbers (tokens, positions, lengths, block tables) are copied into the buffers of the smallest
-sufficient bucket, and the capture is replayed. Unused entries have length 0 and no page, and the kernels skip
+sufficient bucket, and its capture is replayed. Unused entries have length 0 and no page, and the kernels skip
 them.
 
-The grid has a block for every split that a bucket's longest sequence could have. So there are buckets for
-short sequences and buckets for any length. How a sequence is split depends only on its length on the device,
-so attention gives the same bits as without a capture. (A matrix product with more rows may round differently,
-so a step in a larger bucket may, as it may beside other sequences.)
+An attention kernel launches a thread block for every split of the longest sequence that the bucket allows. So
+there are buckets for short sequences and buckets for any length. The split of a sequence depends only on its
+length, so attention computes the same bits as without a capture. A matrix product with more rows may round
+differently, so the results of a step may depend on the bucket, as they may depend on the batch size.
 
-Other steps are computed without a capture, and counted with the reason.
+A step that no bucket can compute runs without a capture.
 """
 
 from __future__ import annotations
@@ -33,27 +33,28 @@ from tierstore_engine.model import Model
 from tierstore_engine.step import Step, StepInput
 
 SHORT_PAGES = 128
-"""Pages of the longest sequence in the smaller buckets: 8,192 tokens, 16 splits. Short sequences need one or
-two splits. With 64 splits for each, every layer would launch thousands of blocks that end at once, each with
-as much shared memory as a working one. (Reasoned, not measured.)"""
+"""The most pages of a sequence in the buckets for short sequences: 8,192 tokens in 16 splits. A bucket for
+longer sequences launches 64 splits for every sequence. For short sequences, which need one or two splits,
+these would be thousands of thread blocks without work (an estimate, not a measurement)."""
 
 _ROWS = ("tokens", "positions", "offsets", "lengths", "counts", "rows")
 _NOTHING = {"tokens": 0, "positions": 0, "offsets": 0, "lengths": 0, "counts": 1}
 _NO_PAGE = -1
-"""The page of an unused entry."""
+"""The page number of an unused entry."""
 
 
 class Recorder(Protocol):
-    """An interface to capture a step on a device. It also provides memory and copies."""
+    """An interface that captures steps on a device, and allocates the memory for their numbers."""
 
     def buffers(self, numbers: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return ``numbers`` int32 in host memory, and as many on the device."""
 
     def record(self, step: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Run ``step`` and capture it. The result replays it and returns the same tensor, filled anew.
+        """Run and capture ``step``. The returned function replays the capture, and returns the same tensor
+        with new values.
 
-        A capture holds only addresses: everything that ``step`` reads must live as long as the result is
-        used. The caller ensures this by keeping ``step``.
+        A capture has only addresses. So the caller keeps ``step``, and with it everything that ``step``
+        reads, as long as it calls the function.
         """
 
 
@@ -70,8 +71,9 @@ class Captured(Protocol):
 class DecodeGraphs:
     """Captured decode steps of up to ``max_sequences`` sequences with block tables of up to ``width`` pages.
 
-    The constructor captures all buckets, before anything else computes or copies. ``replayed`` counts
-    replayed steps, ``eager`` other steps by reason. Not thread-safe.
+    The constructor captures all buckets. Call it before anything else computes or copies on the device.
+    ``replayed`` counts the replayed steps, and ``eager`` the steps computed without a capture, by reason. Not
+    thread-safe.
     """
 
     @torch.inference_mode()
@@ -84,7 +86,7 @@ class DecodeGraphs:
         max_sequences: int,
         width: int,
     ) -> None:
-        """``memories`` are the model's, one for each layer group."""
+        """``memories`` has one memory for each layer group of the model."""
         self.replayed = 0
         self.eager: Counter[str] = Counter()
         self._buckets: list[_Bucket] = []
@@ -119,7 +121,7 @@ class DecodeGraphs:
         if any(span.tokens != 1 for span in spans) or len(step.logit_rows) != len(spans):
             return "prefill"
         if any(span.drafted for span in spans):
-            return "drafts"  # a capture keeps every state
+            return "drafts"  # a capture would also keep the states after a draft
         if any(step.adapters):
             return "adapters"
         if step.images is not None and step.images.rows:
@@ -140,7 +142,7 @@ class _Bucket:
         self, model: Model, memories: Sequence[Captured], recorder: Recorder, size: int, width: int
     ) -> None:
         self.size, self.width = size, width
-        self._states = model.config.states  # their tables have one page, without slots for tokens
+        self._states = model.config.states  # groups whose tables have one page without slots for tokens
         groups = len(memories)
         # First the rows that all groups share, then the page that each group writes to, then the tables.
         shapes = ((len(_ROWS), size), (groups, size), (groups, size, width))
@@ -177,8 +179,8 @@ class _Bucket:
             tokens, positions = on_device["tokens"].long(), on_device["positions"].long()
             return model.forward(StepInput(tokens, positions, layouts, everything))
 
-        # This also keeps all that the capture reads. It does not refer to this bucket: in a reference cycle
-        # the device's memory would be freed only by the garbage collector.
+        # ``step`` also keeps everything that the capture reads. It must not refer to this bucket: in a
+        # reference cycle, only the garbage collector would free the device's memory.
         self._step = step
         self._replay = recorder.record(step)
 
@@ -188,12 +190,12 @@ class _Bucket:
         return self._replay()[: len(step.spans)].clone()
 
     def _put(self, step: Step) -> None:
-        """Write the step's numbers into host memory. The previous step has been waited for."""
+        """Write the step's numbers into host memory. The device must have ended the previous step."""
         rows, used = self._rows, len(step.spans)
         starts = np.array([span.start for span in step.spans], np.int32)
         rows["tokens"][:used] = step.tokens
         placed = step.images.positions if step.images is not None else None
-        # The three positions of a generated token are equal.
+        # A generated token has the same position on all three axes.
         rows["positions"][:used] = starts if placed is None else placed[:, 0].numpy()
         rows["lengths"][:used] = starts + 1
         rows["offsets"][:used] = starts % step.chunk_tokens
@@ -206,11 +208,11 @@ class _Bucket:
                 written = span.start // step.chunk_tokens
                 self._pages[group, row] = _NO_PAGE if group in self._states else table[written]
             for tables, table in zip(self._tables[1:], span.tables[1:], strict=True):
-                tables[row, : len(table)] = table  # released pages are not read
+                tables[row, : len(table)] = table  # the kernels do not read the entries of released pages
 
     def _put_table(self, row: int, table: Sequence[int]) -> None:
-        """Update a row of the first group's tables. A sequence's table only grows, and is mostly there
-        already."""
+        """Update a row of the first group's tables. A sequence's table only grows, so mostly a few new
+        entries are written."""
         known, count = self._known[row]
         first = count if known is table else 0
         self._tables[0, row, first : len(table)] = table[first:]
@@ -230,8 +232,8 @@ def _longest_table(step: Step) -> int:
 
 @contextmanager
 def _collected() -> Iterator[None]:
-    """Run without the garbage collector, after collecting once. Freeing device memory on the capturing thread
-    during a capture would end the capture with an error."""
+    """Collect garbage, then run without the garbage collector. Freeing device memory during a capture would
+    end the capture with an error."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

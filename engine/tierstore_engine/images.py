@@ -1,24 +1,24 @@
 """Images in a prompt: their tokens, the embeddings that replace these tokens, and the keys of their pages.
 
-An image takes the tokens ``start … stop`` of its prompt. In the token ids they are placeholders, which are
-the same for every image. In the keys of pages they are *words*, which say which image it is::
+An image occupies the tokens ``start … stop`` of its prompt. The ids of these tokens are placeholders, which
+are equal for every image. So the keys of pages are computed from *words*, which identify the image::
 
-    tokens   [ text | <image> <image> <image> … | text ]      what the model and the client count
-    words    [ text | w0      w1      w2      … | text ]      what pages are found by
+    tokens   [ text | <image> <image> <image> … | text ]      for the model and the client
+    words    [ text | w0      w1      w2      … | text ]      for the keys of pages
 
-A word has 31 bits of a digest over the contents of this image and of all earlier ones, and a high bit that no
-token id has. A hit that ends within the first eight words has compared fewer than 248 bits, so it is cut to
-the image's beginning. Behind an image of fewer tokens, the next tokens of the text are words as well: each
-token plus a digest over the image and the tokens between. So pages of one image are never those of another
-one, and different text never has the same words.
+A word has a high bit that no token id has, and 31 bits of a digest over the contents of its image and of all
+earlier images. A hit that ends within an image's first eight words has compared fewer than 248 bits, so it is
+cut to the image's beginning. If an image has fewer than eight tokens, the text tokens behind it also become
+words: each is its token id plus a digest over the image and the tokens between. So a lookup never finds the
+page of another image, and different texts never have the same words.
 
-The embedding of a ``crossed`` image takes no places of tokens: cross-attention layers read it, and the image
-is one token. That token sees the image, and so do those behind it up to the next image. If the next image
-follows at once, the tokens behind both see both.
+A ``crossed`` image is one token of the prompt, and only cross-attention layers read its embedding. This token
+and the tokens behind it, up to the next image, attend to the image. If two images follow each other without
+text between them, the tokens behind the second image attend to both.
 
-With a ``grid`` an image has two-dimensional positions (M-RoPE): its tokens have a row and a column, and the
-text behind it continues after the larger one of both sizes. Tokens of a ``mutual`` image see one another, so
-no step ends inside of it.
+The tokens of an image with a ``grid`` have two-dimensional positions (M-RoPE): a row and a column. The text
+behind the image continues after the larger of the grid's height and width. The tokens of a ``mutual`` image
+attend to one another, so a single step computes all of them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ import torch
 from tierstore.keys import TOKEN_BYTES, TOKEN_DTYPE, PromptInput
 from tierstore_engine.errors import RequestError
 
-_COMPARED = 8  # words that tell images apart
+_COMPARED = 8  # the number of words that a hit must match to identify an image
 _WORD = 0x80000000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImage:
-    """An image in a prompt. ``embedding [rows, hidden_size]`` takes the places of the tokens from ``start``
-    on, unless the image is ``crossed``. ``content`` is a SHA-256 over everything that changes the embedding.
-    ``grid`` is its height and width in rows of the embedding, None if its tokens have positions like text."""
+    """An image in a prompt. ``embedding [rows, hidden_size]`` replaces the embeddings of the tokens from
+    ``start`` on, unless the image is ``crossed``. ``content`` is a SHA-256 over everything that changes the
+    embedding. ``grid`` is the image's height and width in rows of the embedding, None if its tokens have
+    positions like text."""
 
     start: int
     embedding: torch.Tensor
@@ -65,14 +66,14 @@ class PromptImages:
     """
 
     def __init__(self, tokens: Sequence[int], images: Sequence[PromptImage]) -> None:
-        """Raises :class:`RequestError` for images that overlap, or that the prompt does not hold."""
+        """Raises :class:`RequestError` for images that overlap or exceed the prompt."""
         self._images = tuple(images)
         at = 0
         for image in self._images:
             if not at <= image.start < image.stop <= len(tokens):
                 raise RequestError(
-                    f"an image takes the tokens {image.start} … {image.stop}, but they are not free in a "
-                    f"prompt of {len(tokens)} tokens"
+                    f"an image needs the tokens {image.start} … {image.stop}, but another image has them or "
+                    f"they exceed the prompt of {len(tokens)} tokens"
                 )
             at = image.stop
         self.words = self._words_of(tokens)
@@ -89,7 +90,7 @@ class PromptImages:
         return self._images[number].embedding
 
     def seen(self, start: int, stop: int) -> list[tuple[range, tuple[int, ...]]]:
-        """Return the tokens in ``start … stop`` that see crossed images, and the numbers of these images.
+        """Return the tokens in ``start … stop`` that attend to crossed images, and these images' numbers.
 
         >>> images = [PromptImage(at, torch.zeros(4, 8), bytes(32), crossed=True) for at in (1, 5, 6)]
         >>> PromptImages([7] * 9, images).seen(0, 9)
@@ -106,20 +107,20 @@ class PromptImages:
 
     @property
     def longest_mutual(self) -> int:
-        """Return the number of tokens of the largest image whose tokens see one another; 0 without one."""
+        """Return the number of tokens of the largest mutual image; 0 if there is none."""
         return max((len(each.embedding) for each in self._images if each.mutual), default=0)
 
     def shortened(self, tokens: int) -> int:
-        """Return the end of a hit of ``tokens`` tokens. A hit that ends within an image's first words is cut
-        to the image's beginning."""
+        """Return the length of a hit of ``tokens`` tokens after this cut: if it ends within the first eight
+        words of an image, it is cut to the image's beginning."""
         for image in reversed(self._images):
             if image.start < tokens < image.start + _COMPARED:
                 tokens = image.start
         return tokens
 
     def step_end(self, start: int, stop: int) -> int:
-        """Return the end of a step from ``start``, at most ``stop`` unless a mutual image begins at
-        ``start``: a step divides no mutual image."""
+        """Return the end of a step from ``start``: at most ``stop``, and not within a mutual image. A step
+        that begins with a mutual image computes all of it, also beyond ``stop``."""
         for image in self._images:
             if image.mutual and image.start < stop < image.stop:
                 return image.start if image.start > start else image.stop
@@ -131,8 +132,8 @@ class PromptImages:
         return tuple(part for part in parts if part)
 
     def rows(self, start: int, stop: int) -> list[tuple[int, torch.Tensor]]:
-        """Return the embeddings that take the places of tokens in ``start … stop``, each with the first of
-        these tokens."""
+        """Return the embeddings that replace tokens in ``start … stop``, each with the position of its first
+        token."""
         found = []
         for image in self._images:
             first, end = max(image.start, start), min(image.stop, stop)
@@ -142,7 +143,7 @@ class PromptImages:
 
     def positions(self, start: int, stop: int) -> torch.Tensor | None:
         """Return the positions of the tokens ``start … stop`` on three axes (time, height, width), int64
-        ``[tokens, 3]``. None if all are those of text."""
+        ``[tokens, 3]``; None if no image has a grid."""
         known = self._positions
         if known is None:
             return None
@@ -159,7 +160,7 @@ class PromptImages:
             words[image.start : image.stop] = np.frombuffer(stream, TOKEN_DTYPE) | _WORD
             chain_of_text = chain
             for at in range(image.stop, min(image.start + _COMPARED, len(tokens))):
-                # A digest over the token itself would be the same for some tokens: 31 bits are few.
+                # A sum differs for different tokens. A digest of 31 bits would be equal for some tokens.
                 shift = int.from_bytes(chain_of_text[:TOKEN_BYTES], "little")
                 words[at] = (int(tokens[at]) + shift) % _WORD | _WORD
                 chain_of_text = hashlib.sha256(chain_of_text + int(tokens[at]).to_bytes(8, "little")).digest()

@@ -1,13 +1,13 @@
 """The format of keys and values in pages: as the model computes them, or quantised to 8 or 4 bits.
 
 A quantised vector (one token's K or V of one head) is a row of codes and a scale: ``x ≈ scale × number``.
-Scales are *dynamic* (one per vector, stored in its page), or *static* (one for all vectors of a layer's plane
-and head, from the largest magnitude in a calibration). Larger values are clamped.
+Scales are *dynamic* (one per vector, stored in its page), or *static* (one per layer and head for K, and one
+for V, from the largest magnitude in a calibration). Values beyond the range of a static scale are clamped.
 
-A dynamic scale belongs to a vector, not to a page, for this reason: A page fills token by token, a draft may
-be rejected, and a hit may end inside a page. A page's scale would have to grow with later tokens, or shrink
-again, and earlier codes would be rounded a second time. A page's bytes would then depend on its history, and
-a hit would differ from the cold run. A vector's scale costs 2 bytes: 3 % of 64 codes of 8 bits.
+A dynamic scale for a whole page would have to change when tokens are added or a draft is rejected, and the
+codes of earlier tokens would be rounded a second time. The bytes of a page would then depend on its history,
+and the result of a hit would differ from that of a computed prefix. A scale per vector costs 2 bytes: 3 % of
+64 codes of 8 bits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Code:
-    """One kind of code: ``bits`` wide, for numbers up to ``largest`` (times the scale).
+    """A format of quantised numbers with ``bits`` each, for magnitudes up to ``largest`` times the scale.
 
     ``relative`` and ``absolute`` bound the error of a number: ``relative × |x| + absolute × scale``.
     """
@@ -46,7 +46,7 @@ class Code:
 
     @cached_property
     def table(self) -> torch.Tensor:
-        """Return the numbers of each byte, float32 ``[256, numbers in a byte]``."""
+        """Return the numbers that each byte encodes, float32 ``[256, numbers in a byte]``."""
         every = torch.arange(256, dtype=torch.uint8)
         if self.bits == 4:
             return torch.stack([every & 15, every >> 4], dim=1).float() - 8
@@ -84,14 +84,14 @@ KV_DTYPES = (AUTO, *CODES, *SHORTHANDS)
 
 
 Ranges: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
-"""The largest magnitudes that static scales are made for, ``[layer][plane][head]``. A layer has a plane of
-keys and one of values, or one of latents with one head, or none for a recurrent state."""
+"""The largest magnitudes that static scales can represent, ``[layer][plane][head]``. A layer has a plane of
+keys and a plane of values, or one plane of latents with one head, or no plane if it has a recurrent state."""
 
 
 @dataclass(frozen=True)
 class KVFormat:
-    """The format of K and V: names in ``CODES``, or both empty for the model's own dtype. ``ranges`` are
-    those of static scales; without them scales are dynamic."""
+    """The formats of K and of V: names in ``CODES``, or both empty for the model's dtype. ``ranges`` belongs
+    to static scales, and is empty for dynamic ones."""
 
     keys: str = ""
     values: str = ""
@@ -139,8 +139,8 @@ class KVFormat:
         return CODES[self.keys], CODES[self.values]
 
     def describe(self) -> str:
-        """Return one line. Equal lines mean that equal numbers become equal bytes; the line is part of the
-        identity."""
+        """Return one line, which is part of the identity of pages. Formats with equal lines encode equal
+        numbers as equal bytes."""
         if self.ranges:
             return f"{self.name},scale={xxhash.xxh3_128_hexdigest(msgspec.json.encode(self.ranges))}"
         return f"{self.name},scale=vector" if self.quantised else "raw"

@@ -15,12 +15,12 @@ from tierstore_engine.kv_format import CODES, Ranges
 
 DYNAMIC, CHECKPOINT = "dynamic", "checkpoint"
 
-# The names under which quantisers write the scale of a layer's plane: one float, for FP8 e4m3.
+# The names under which quantisers store the scale of a layer's K or V: one float, for FP8 e4m3.
 _NAMES = ("self_attn.{plane}_scale", "self_attn.{plane}_proj.{plane}_scale", "self_attn.attn.{plane}_scale")
 
 
 class ScaleCalibration(msgspec.Struct, forbid_unknown_fields=True):
-    """The file that a calibration writes. ``model`` is the configuration's digest."""
+    """The file that a calibration writes. ``model`` is the digest of the model's configuration."""
 
     model: str
     ranges: Ranges
@@ -30,8 +30,8 @@ def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelC
     """Return ``config`` with scales from ``source``: ``dynamic``, ``checkpoint`` (of ``folder``), or the path
     of a calibration file.
 
-    Raises :class:`UsageError` for scales with KV in the model's dtype and for an invalid file,
-    :class:`ModelError` for a checkpoint without scales.
+    Raises :class:`UsageError` if KV is not quantised or the file is invalid, and :class:`ModelError` for a
+    checkpoint without scales.
     """
     if source == DYNAMIC:
         return config
@@ -43,7 +43,7 @@ def with_scales(config: ModelConfig, source: str, folder: Path | None) -> ModelC
 
 
 def check_scales(config: ModelConfig) -> None:
-    """Raise :class:`UsageError` for a model whose scales are not measured with text."""
+    """Raise :class:`UsageError` for a model with cross attention, whose scales text cannot calibrate."""
     if config.cross is not None:
         raise UsageError("--kv-scales does not work with cross attention: leave it out")
 
@@ -62,8 +62,8 @@ def _of_file(config: ModelConfig, file: Path) -> Ranges:
 
 
 def _planes_of(config: ModelConfig) -> list[tuple[int, int]]:
-    """Return the number of planes with scales and of their heads, for each layer: ``(2, kv_heads)`` for keys
-    and values, ``(1, 1)`` for a latent, ``(0, 0)`` for a recurrent state."""
+    """Return for each layer how many planes with scales it has, and how many heads a plane has: ``(2,
+    kv_heads)`` for keys and values, ``(1, 1)`` for a latent, ``(0, 0)`` for a recurrent state."""
     found = {}
     for number, group in enumerate(config.groups):
         shape = (0, 0) if number in config.states else (group.planes, group.kv_heads)
@@ -84,7 +84,7 @@ def _of_checkpoint(config: ModelConfig, folder: Path | None) -> Ranges:
                 scale = checkpoint.read(name)
                 if scale.numel() == 1:
                     return (float(scale) * CODES["fp8_e4m3"].largest,) * heads
-            raise ModelError(f"{folder}: no scale of one number called {' or '.join(names)}")
+            raise ModelError(f"{folder}: no scale of one number is named {' or '.join(names)}")
 
         ranges = tuple(
             tuple(read(layer, plane, heads) for plane in "kv"[:planes])
@@ -100,6 +100,4 @@ def _check(config: ModelConfig, ranges: Ranges, source: str) -> None:
     if [list(map(len, layer)) for layer in ranges] != wanted:
         raise UsageError(f"--kv-scales: {source} does not have a range for each layer, plane and head")
     if not all(2.0**-100 < each < 2.0**100 for each in flat):
-        raise UsageError(
-            f"--kv-scales: {source} has a range that is not a positive number of reasonable size"
-        )
+        raise UsageError(f"--kv-scales: {source} has a range that is not between 2^-100 and 2^100")

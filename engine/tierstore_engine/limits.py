@@ -1,4 +1,4 @@
-"""The limits of a model over a pool of pages."""
+"""Check that a model and its pool of pages can serve a request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from tierstore_engine.sequence import Sequence
 
 
 class Limits:
-    """Check requests against the model ``config`` and the pools of ``keeper``. Nothing is changed."""
+    """The limits that the model ``config`` and the pools of ``keeper`` set to requests. No method changes
+    anything."""
 
     def __init__(self, config: ModelConfig, keeper: PageKeeper) -> None:
         self.config = config
@@ -44,7 +45,7 @@ class Limits:
                 f"{self.config.vocab_size - 1}"
             )
         pool = self._connector.pool
-        # The newest token's KV is computed only for its successor.
+        # The KV of the last token is never computed, because no token follows.
         most = self.max_tokens(len(tokens), params.max_new_tokens) - 1
         pages = self._keeper.pages_for(most)
         if pages > pool.target:
@@ -57,18 +58,23 @@ class Limits:
     def place_images(
         self, tokens: Ints[int], images: Ints[PromptImage], prefill_chunk: int, new_tokens: int
     ) -> PromptImages | None:
-        """Return the images of a prompt, None without any. Raise :class:`RequestError` for embeddings that do
-        not fit the prompt or this model, and for an image whose tokens see one another if they do not fit a
-        step of ``prefill_chunk`` tokens. Raise it too for images of cross attention that fill the pool."""
+        """Return the images of a prompt; None if there are none. Raise :class:`RequestError` for embeddings
+        that do not fit the prompt or the model, for a mutual image of more than ``prefill_chunk`` tokens, and
+        for crossed images that do not fit the pool."""
         if not images:
             return None
         placed, config = PromptImages(tokens, images), self.config
         for image in images:
             rows, width = image.embedding.shape
             if width != config.hidden_size:
-                raise RequestError(f"an embedding has {width} numbers a row, the model {config.hidden_size}")
+                raise RequestError(
+                    f"an image's embedding has rows of {width} numbers, but the model needs "
+                    f"{config.hidden_size}"
+                )
             if image.crossed != (config.cross is not None):
-                raise RequestError("an image is read by cross attention exactly if the model has such layers")
+                raise RequestError(
+                    "an image must be crossed if and only if the model has cross-attention layers"
+                )
             if image.grid is not None and (not config.rope.sections or prod(image.grid) != rows):
                 raise RequestError(
                     f"an image of {rows} rows cannot have positions of a grid {image.grid} in this model"
@@ -124,8 +130,8 @@ class Limits:
 
 
 def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
-    """Raise :class:`RequestError` for an empty prompt, unknown ids, or a prompt that leaves no position
-    free."""
+    """Raise :class:`RequestError` for an empty prompt, unknown ids, or a prompt that leaves no position for
+    a new token."""
     if not tokens:
         raise RequestError("the prompt is empty: it needs at least one token")
     check_length(len(tokens), limit)
@@ -134,7 +140,7 @@ def check_tokens(tokens: Ints[int], *, vocab_size: int, limit: int) -> None:
 
 
 def check_length(tokens: int, limit: int) -> None:
-    """Raise :class:`RequestError` if a prompt of ``tokens`` tokens leaves no position free."""
+    """Raise :class:`RequestError` if a prompt of ``tokens`` tokens leaves no position for a new token."""
     if tokens >= limit:
         raise RequestError(
             f"the prompt has {tokens} tokens, but the model allows {limit} including the answer"

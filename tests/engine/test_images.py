@@ -312,10 +312,10 @@ def test_no_step_ends_inside_a_mutual_image(prompt: tuple[list[int], list[Prompt
 def test_images_that_do_not_fit_are_refused(engines: Engines) -> None:
     engine = engines.start("qwen").engine
     for images, why in (
-        ([PromptImage(0, torch.zeros(4, 32), bytes(32))], "an embedding has 32 numbers a row, the model 64"),
+        ([PromptImage(0, torch.zeros(4, 32), bytes(32))], "has rows of 32 numbers, but the model needs 64"),
         ([PromptImage(0, torch.zeros(4, 64), bytes(32), (3, 2))], "cannot have positions of a grid"),
-        ([PromptImage(8, torch.zeros(4, 64), bytes(32))], "they are not free in a prompt of 10 tokens"),
-        ([PromptImage(at, torch.zeros(4, 64), bytes(32)) for at in (0, 3)], "they are not free"),
+        ([PromptImage(8, torch.zeros(4, 64), bytes(32))], "they exceed the prompt of 10 tokens"),
+        ([PromptImage(at, torch.zeros(4, 64), bytes(32)) for at in (0, 3)], "another image has them"),
     ):
         with pytest.raises(RequestError, match=why):
             engine.add([1] * 10, images=images)
@@ -445,7 +445,7 @@ def test_images_that_fill_the_pool_are_refused(engines: Engines) -> None:
     engine = engines.start("mllama", pool_pages=8)
     with pytest.raises(RequestError, match=r"pages of every kind at once \(3 of full_attention, 50 of cross"):
         engine.add([picture(at, 60, 200) for at in range(10)] + [TEXT * 2])
-    with pytest.raises(RequestError, match="exactly if the model has such layers"):
+    with pytest.raises(RequestError, match="if and only if the model has cross-attention layers"):
         engine.engine.add([1] * 10, images=[PromptImage(0, torch.zeros(4, 64), bytes(32))])
     assert not engine.engine.has_work
 

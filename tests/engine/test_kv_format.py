@@ -290,7 +290,7 @@ def test_scales_of_a_checkpoint(name: str, checkpoints: Callable[..., Path], tmp
         ("not json", "not written by calibrate"),
         ('{"model": "other", "ranges": []}', "another model"),
         ('{"model": "MODEL", "ranges": [[[1, 1], [1, 1]]]}', "does not have a range for each"),
-        ('{"model": "MODEL", "ranges": [[[1, 1], [1, 1]], [[1, 1], [1, 0]]]}', "not a positive number"),
+        ('{"model": "MODEL", "ranges": [[[1, 1], [1, 1]], [[1, 1], [1, 0]]]}', "a range that is not between"),
     ],
 )
 def test_files_that_are_no_calibration(text: str | None, says: str, tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ from typing import Any
 FILE = Path(__file__).with_name("_pages.so")
 CODEC_FILE = Path(__file__).with_name("_codec.so")
 DECODE_FILE = Path(__file__).with_name("_decode.so")
-# INTERFACE in the sources: a built file may be of another version.
+# The number INTERFACE in the C sources. A built file with another number is of another version and is not
+# used.
 _INTERFACE = 5
 _CODEC_INTERFACE = 1
 _DECODE_INTERFACE = 7
@@ -24,7 +25,7 @@ _P, _N, _I = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
 DECODE_FORMATS = {"float32": 0, "bfloat16": 1, "int8": 2}
 """The numbers of decode.c's formats, by the names of dtypes."""
 TABLE_FORMATS = {**DECODE_FORMATS, "float16": 3, "uint8": 4, "int16": 5}
-"""The same for the scales and zeros of quantised weights."""
+"""The numbers of decode.c's formats of the scales and zeros of quantised weights."""
 PACKED_FORMATS = {
     name: number
     for number, names in enumerate(
@@ -113,7 +114,8 @@ def _opened(file: Path, name: str, interface: int) -> ctypes.CDLL | None:
     try:
         library = ctypes.CDLL(str(file))
         found = library[name]
-    except (OSError, AttributeError):  # not built, for another machine, or another file
+    # there is no such file, or it was built for another machine, or it is not this library
+    except (OSError, AttributeError):
         return None
     return library if found() == interface else None
 
@@ -121,5 +123,5 @@ def _opened(file: Path, name: str, interface: int) -> ctypes.CDLL | None:
 LIBRARY = load(FILE)
 CODEC = load_codec(CODEC_FILE)
 DECODE = load_decode(DECODE_FILE)
-LEAST_HASHED = 241  # bytes: it has XXH3 for long inputs only
+LEAST_HASHED = 241  # bytes of the shortest input, because the library computes XXH3 of long inputs only
 MOST_CHUNK = 4096  # bytes

@@ -5,10 +5,10 @@ an optional Ed25519 signature.
 
 **What a pack guarantees.** A page that comes out of a pack is the page that went in, for the same tokens and
 the same identity. Otherwise it is rejected. XXH3 finds accidental damage, as everywhere in tierstore, but
-does not stop an attacker. So each page also has a BLAKE3 or SHA-256 hash (``hashing.py``), and a chain of
-SHA-256 covers head, index and all tables of checksums. Each link of the chain is signed, not only the end. So
-a reader can verify each block (16 MiB of pages) when it arrives, and needs neither the whole pack nor memory
-for it.
+does not stop an attacker. Therefore each page also has a BLAKE3 or SHA-256 hash (``hashing.py``), and a chain
+of SHA-256 covers head, index and all tables of checksums. Each hash of the chain is signed, not only the last
+one. A reader can therefore verify each block (16 MiB of pages) when it arrives, and needs memory for a few
+blocks only.
 
 **What it does not guarantee.** A signature says who made the pack, not that a model computed its pages.
 Without a key to compare with (:class:`Trust`), a signature only proves that the pack is complete.
@@ -34,9 +34,9 @@ states are named, as in the store.
 
 Rejected alternatives:
 
-* safetensors or a tar file have an index of names, but no seals;
-* with one signature at the end, nothing could be verified before everything has arrived;
-* compression is up to the codecs of tiers (packs have raw bytes).
+* safetensors and tar files have an index of names, but no seals;
+* with a single signature at the end, no page could be verified before the whole pack has arrived;
+* packs have raw bytes; the codecs of tiers compress.
 """
 
 from tierstore.packs.format import Manifest, PackError

@@ -7,10 +7,11 @@
     …
     segment   the last one: it may be shorter, or empty
 
-The salt is random and gives the file a key of its own. The nonce is the segment's number, with a mark for the
-last one. So a segment that was changed, moved, left out or added does not open, and a cut file is noticed.
-Inside is an ordinary pack, with its own hashes and signature: the key decides who can read, and the signature
-proves who has written. Like a plain pack, it is written and read from beginning to end, also through a pipe.
+The salt is random and gives the file a key of its own. The nonce is the segment's number, and says whether
+the segment is the last one. A segment that was changed, moved, left out or added therefore does not open, and
+a file that was cut off is detected. The segments contain an ordinary pack, with its own hashes and signature.
+The key decides who can read the pack, and the signature proves who wrote it. Like a plain pack, it is written
+and read from beginning to end, also through a pipe.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ SEGMENT_BYTES = 1 << 20
 _SALT_BYTES = 32
 _HEAD_BYTES = len(ENCRYPTED_MAGIC) + _SALT_BYTES
 _TAG_BYTES = 16
-_NONCE = struct.Struct(">3xQ?")  # number of the segment, whether it is the last
+_NONCE = struct.Struct(">3xQ?")  # the number of the segment, and whether it is the last one
 
 
 class EncryptedOutput:
-    """Writes an encrypted pack with ``write``. Call :meth:`finish` at its end. Raise
+    """Writes an encrypted pack with ``write``. Call :meth:`finish` at the end of the pack. Raise
     :class:`StoreUnavailableError` without the package cryptography."""
 
     def __init__(self, write: Callable[[bytes], Awaitable[None]], key: bytes) -> None:
@@ -78,17 +79,17 @@ class EncryptedOutput:
 
 
 class EncryptedInput:
-    """Reads an encrypted pack from ``file``, one of aiofiles'. It has the methods of such a file that a
-    reader of packs needs. :meth:`read` and :meth:`readinto` raise :class:`PackError` for a plain pack, a
-    wrong key, and a file that was changed or cut off."""
+    """Reads an encrypted pack from ``file``, which aiofiles opened. It has those methods of an aiofiles file
+    that a reader of packs needs. :meth:`read` and :meth:`readinto` raise :class:`PackError` for a plain pack,
+    a wrong key, and a file that was changed or cut off."""
 
     def __init__(self, file: Any, key: bytes) -> None:
         require_cryptography("an encrypted pack")
         self._file = file
         self._key = key
-        self._cipher: AESGCM | None = None  # None until the head was read
+        self._cipher: AESGCM | None = None  # None until the head has been read
         self._segments = 0
-        self._next = b""  # the segment that opens next
+        self._next = b""  # the number of the segment that is opened next
         self._plain = memoryview(b"")
 
     async def seekable(self) -> bool:

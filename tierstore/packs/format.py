@@ -2,8 +2,8 @@
 
 A pack is a head (sizes, signer), an index (identity, prompts), blocks (a table of checksums, then pages) and
 a footer. The head with the index, each table, and the footer end with a *seal*: a SHA-256 over them and over
-the previous seal, and the signature of that hash. So a seal covers everything before it. A block is verified
-when its pages match its table, and a truncated pack is still good up to its last whole block.
+the previous seal, and the signature of that hash. A seal therefore covers everything before it. A block is
+verified when its pages match its table, and a truncated pack is still good up to its last whole block.
 
 All sizes follow from the head: the place of each page and the length of the pack. The sizes in the head are
 compared with fixed limits before anything is allocated.
@@ -28,7 +28,7 @@ from tierstore.packs.hashing import PageHash
 from tierstore.spec import KVSpec
 from tierstore.units import GIB, MIB, format_size, round_up
 
-MAGIC = b"TSKV\r\n\x1a\n"  # a transfer in text mode changes it
+MAGIC = b"TSKV\r\n\x1a\n"  # the line end shows whether a transfer in text mode has changed the file
 ENCRYPTED_MAGIC = b"TSKVENC1"  # the beginning of an encrypted pack (encryption.py)
 # Magic, version, number of following packs, bytes of the index, bytes of a page, pages, the signer's public
 # key.
@@ -40,8 +40,8 @@ FOOTER_BYTES = FOOTER.size + SEAL.size
 ENTRY = np.dtype([("xxh3", "<u8"), ("digest", "V32")])  # one page
 UNSIGNED = bytes(32)
 
-ALIGNMENT = 4096  # for every block, and for the pages in it
-BLOCK_BYTES = 16 * MIB  # pages in a block; at least one page
+ALIGNMENT = 4096  # the format of a table: of every block, and of the pages in it
+BLOCK_BYTES = 16 * MIB  # the bytes of pages in a block, which has at least one page
 MOST_BLOCK_PAGES = 4096
 MOST_INDEX_BYTES = 64 * MIB
 MOST_PAGE_BYTES = GIB
@@ -63,15 +63,16 @@ class PackError(TierStoreError):
 
 
 class PackedPrompt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A prompt of whole chunks. Its first ``shared`` chunks are equal to those of the earlier prompt
-    ``like``, which has their pages. The pages of its other chunks follow one another in the pack. ``named``:
-    its pages are named, without parents (:meth:`Prompt.with_names`)."""
+    """A prompt of whole chunks. Its first ``shared`` chunks equal those of the earlier prompt ``like``, with
+    which their pages are packed. The pages of its other chunks follow one another in the pack. ``named``
+    prompts have named pages, without parents (:meth:`Prompt.with_names`)."""
 
     tokens: _Bytes
     keys: _Bytes
     like: int = -1
     shared: int = 0
-    named: bool = msgspec.field(default=False, name="loose")  # the field's name in packs of earlier versions
+    # the name of this field in packs of earlier versions
+    named: bool = msgspec.field(default=False, name="loose")
 
     @property
     def chunks(self) -> int:
@@ -101,8 +102,9 @@ class PageRun:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a head and index: the identity of a pack's pages, and the place of each. ``following``
-    are the identities of the packs behind it in the file, which belong to further layer groups of the model.
+    """The content of a head and an index: the identity of a pack's pages, and the place of each page.
+    ``following`` are the identities of the packs that come after this one in the file. They belong to the
+    other layer groups of the model.
     """
 
     identity: Identity
@@ -122,9 +124,9 @@ class Manifest:
         hash: PageHash = PageHash.SHA256,
         following: Sequence[Identity] = (),
     ) -> Manifest:
-        """Make a manifest of the whole chunks of ``prompts``, either all chains or all named pages. A
-        beginning that prompts share is packed once, and so is each named page. Raise :class:`UsageError` for
-        prompts without a whole chunk, or of several identities."""
+        """Make a manifest of the whole chunks of ``prompts``, either all chains or all named pages. A prefix
+        that prompts share is packed once, and so is each named page. Raise :class:`UsageError` for prompts
+        without a whole chunk, or of several identities."""
         kinds = {(prompt.identity, prompt.named) for prompt in prompts}
         if len(kinds) > 1:
             raise UsageError(
@@ -173,7 +175,8 @@ class Manifest:
         return min(self.block_pages, self.pages - block * self.block_pages)
 
     def block_at(self, block: int) -> int:
-        """Return where a block begins; after the last block, where the footer begins."""
+        """Return the offset of a block. For the number after the last block, return the offset of the
+        footer."""
         whole = table_bytes(self.block_pages) + round_up(self.block_pages * self.page_bytes, ALIGNMENT)
         if block < self.blocks or not block:
             return len(self.encoded) + block * whole
@@ -213,7 +216,7 @@ class Manifest:
 
     @cached_property
     def head(self) -> bytes:
-        """Head and index without their seal."""
+        """The bytes of head and index without their seal."""
         index = msgspec.msgpack.encode(
             _Index(asdict(self.identity), list(self.prompts), [asdict(each) for each in self.following])
         )
@@ -243,7 +246,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Head:
-    """A head without its index. Its sizes are within the limits."""
+    """A head that was read before its index. Its sizes are within the limits."""
 
     index_bytes: int
     page_bytes: int
@@ -254,7 +257,7 @@ class Head:
 
     @classmethod
     def decode(cls, data: bytes) -> Head:
-        """Decode a head. Raise :class:`PackError` if it is malformed."""
+        """Decode a head. Raise :class:`PackError` if the head is malformed."""
         if data.startswith(ENCRYPTED_MAGIC):
             raise PackError("the pack is encrypted: give --key")
         if len(data) < HEAD.size or not data.startswith(MAGIC):
@@ -297,12 +300,13 @@ class Head:
 
 
 def has_named(prompts: Iterable[Prompt | PackedPrompt]) -> bool:
-    """Return whether any of these are named pages."""
+    """Return whether any of these prompts has named pages."""
     return any(prompt.named for prompt in prompts)
 
 
 def can_have(hash: PageHash, prompts: Iterable[Prompt | PackedPrompt]) -> bool:
-    """Return whether a pack of these pages may have this hash: version 1 has no named pages."""
+    """Return whether a pack of these pages may have this hash. A pack with the hash of version 1 has no named
+    pages."""
     return hash is not PageHash.SHA256 or not has_named(prompts)
 
 
@@ -331,7 +335,7 @@ def footer_digest(before: bytes, footer: bytes) -> bytes:
 
 
 def encode_table(checksums: Sequence[int], digests: Sequence[bytes]) -> bytes:
-    """Return a block's table: the XXH3-64 and the digest of each page."""
+    """Return a block's table, which has the XXH3-64 and the digest of each page."""
     table = np.empty(len(checksums), ENTRY)
     table["xxh3"] = checksums
     table["digest"] = np.frombuffer(b"".join(digests), "V32")
@@ -384,7 +388,7 @@ def _common(tokens: bytes, keys: bytes, other: PackedPrompt, width: int) -> int:
     differ = np.flatnonzero(ours != theirs)
     count = int(differ[0]) if len(differ) else most
     while count and tokens[: count * width] != other.tokens[: count * width]:
-        count -= 1  # two different chunks with the same key
+        count -= 1  # reached if two different chunks have the same key
     return count
 
 
@@ -407,7 +411,7 @@ def _check_prompts(identity: Identity, spec: KVSpec, prompts: Sequence[PackedPro
             )
         if not fits:
             raise PackError(f"the pack is damaged: its prompt {number} is inconsistent")
-        if not identity.whole_pages:  # otherwise only the engine can make the keys
+        if not identity.whole_pages:  # the keys of whole pages come from the engine and cannot be checked
             keys = b"".join(chunk_keys(root_key(identity), prompt.tokens, width))
             if keys != prompt.keys:
                 raise PackError(f"the pack is damaged: the keys of prompt {number} do not match its tokens")

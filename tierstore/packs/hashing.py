@@ -2,9 +2,9 @@
 
 The version of a pack decides its cryptographic hash. Version 1 has SHA-256 (``hashlib``), which any tierstore
 can read. Version 2 has BLAKE3 (the package ``blake3``, in the extra ``[packs]``), which takes two fifths of
-the processor time on processors with SHA-256 instructions, and less on others. Both have 256 bits, and a
-signature covers every byte with either. The seals use SHA-256 in both versions, because they cover little
-data.
+the processor time on processors with SHA-256 instructions, and less on others. Both hashes have 256 bits, and
+with both a signature covers every byte of a pack. The seals use SHA-256 in both versions, because they cover
+little data.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ class PageHash(enum.IntEnum):
         return cls.BLAKE3 if importlib.util.find_spec("blake3") is not None else cls.SHA256
 
     def digester(self) -> Callable[[memoryview], bytes]:
-        """Return the hash function. Raise :class:`ModuleNotFoundError` if its package is not installed."""
+        """Return the hash function. Raise :class:`ModuleNotFoundError` if the package of this hash is not
+        installed."""
         if self is PageHash.SHA256:
             return _sha256
         from blake3 import blake3

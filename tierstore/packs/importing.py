@@ -22,8 +22,8 @@ from tierstore.store import Store
 from tierstore.store.buffers import copied_frames
 from tierstore.units import MIB
 
-_FLUSH_BYTES = 64 * MIB  # between flushes, if the size of the host tier is unknown
-_FLUSH_S = 300.0  # limit for a disk, if the host tier has no room until pages are written
+_FLUSH_BYTES = 64 * MIB  # bytes between two flushes, if the size of the host tier is unknown
+_FLUSH_S = 300.0  # the longest wait for the disk, if the host tier has no room until pages are written
 _MOST_CHARS = 60
 
 
@@ -44,12 +44,12 @@ class Imported:
 async def import_pack(
     store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Imported:
-    """Save the pages of a pack, and of the packs of further layer groups behind it, in ``store``, which has
-    their identity. Afterwards the store has the hits of the exporting store.
+    """Save the pages of a pack, and those of the packs after it (of further layer groups), in ``store``,
+    which has their identity. Afterwards the store has the same hits as the exporting store.
 
     Raises :class:`PackError` before anything is saved if the pack has another identity. A damaged or
-    truncated pack also raises it, when all pages before the damage have been saved. So does a store without
-    room for all pages.
+    truncated pack raises it after all pages before the damage have been saved. A store without room for all
+    pages raises it, too.
     """
     identities = store.identity.groups
     require_identity(reader.manifest, identities)
@@ -67,7 +67,7 @@ async def import_pack(
 async def import_part(
     store: Store, reader: PackReader, *, progress: Callable[[int, int], None] | None = None
 ) -> Imported:
-    """Save the pages of one layer group, without those of the packs behind it."""
+    """Save the pages of this pack's layer group only."""
     manifest = reader.manifest
     held = [await _held(store, manifest, run) for run in manifest.runs]
 
@@ -91,8 +91,8 @@ async def import_part(
 
 
 def require_identity(manifest: Manifest, known: Sequence[Identity]) -> None:
-    """Check that the identity of a pack, and those of the packs behind it, are among the ``known`` ones.
-    Otherwise raise :class:`PackError` with the difference to the most similar one."""
+    """Check that the identities of a pack and of the packs after it are among the ``known`` ones. Raise
+    :class:`PackError` if one is not, and name the difference to the most similar known identity."""
     missing = [each for each in (manifest.identity, *manifest.following) if each not in known]
     if not known or not missing:
         return
@@ -134,13 +134,13 @@ async def _save(store: Store, manifest: Manifest, block: Block, run: PageRun) ->
 
 
 class _Pace:
-    """Keeps an import from outrunning the disk, because pages without room in the write queue are not
+    """Makes an import wait for the disk, because pages that have no room in the write queue are not
     written."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         tiers = store.stats().tiers
-        host = tiers.get("host")  # a client with a tenant gets no tiers
+        host = tiers.get("host")  # statistics for a client with a tenant have no tiers
         room = _FLUSH_BYTES if host is None else host.capacity_bytes // 4
         self._most_bytes = room if host is None or "disk" in tiers else math.inf
         self._nbytes = 0

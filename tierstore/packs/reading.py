@@ -5,10 +5,9 @@ it, the next block is verified and the one after that is read. There are three b
 needs the memory of three blocks. Sizes in a pack are compared with the format's limits before memory is
 allocated, and the memory is used only as bytes arrive.
 
-A file is read through the page cache, to profit from the kernel's read-ahead, and each block leaves the cache
-after it was read. The store has the imported pages then, and the cached data of other programs stays. Also,
-if a virtual machine returns free memory to its host, filling the cache with a whole pack took four times as
-long.
+A file is read through the page cache, to profit from the kernel's read-ahead. Each block leaves the cache
+after it was read, so that cached data of other programs stays. In a virtual machine that returns free memory
+to its host, reading took four times as long if a whole pack filled the cache.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ from tierstore.packs.signing import Trust, Verifier
 from tierstore.units import MIB, round_up
 
 ANYBODY = Trust()
-_INDEX_READ_BYTES = MIB  # an index is read in pieces: its size may be wrong
-_BUFFERS = 3  # one is used by the caller, one is verified, one is read into
+_INDEX_READ_BYTES = MIB  # an index is read in pieces of this size, because the size in its head may be wrong
+_BUFFERS = 3  # the caller uses one buffer, one is being verified, and one is being filled
 
 Wanted = Callable[[int, int], bool]
 
@@ -81,7 +80,7 @@ class _Raw:
 
 
 class PackReader:
-    """A pack with a verified head and index. For one task; see :func:`open_pack`."""
+    """A pack with a verified head and index. Only one task may use it; see :func:`open_pack`."""
 
     def __init__(
         self, file: Any, manifest: Manifest, verifier: Verifier, digest: bytes, *, begins: int = 0
@@ -95,12 +94,12 @@ class PackReader:
         self._leaving: list[asyncio.Future[None]] = []
         self._file = file
         self._verifier = verifier
-        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # used by the blocks in turn
+        self._buffers: dict[int, npt.NDArray[np.uint8]] = {}  # the blocks use these buffers in turn
 
     @classmethod
     async def begin(cls, file: Any, trust: Trust = ANYBODY, *, begins: int = 0) -> PackReader:
-        """Read and verify head and index. ``file`` is one of aiofiles' or has its ``read`` and ``readinto``.
-        Raise :class:`PackError` if they are malformed."""
+        """Read and verify head and index. ``file`` was opened by aiofiles, or has the methods ``read`` and
+        ``readinto`` of such a file. Raise :class:`PackError` if they are malformed."""
         data = await _read(file, HEAD.size)
         head = Head.decode(data)
         verifier = trust.verifier(head.signer)
@@ -131,8 +130,8 @@ class PackReader:
         await self._check_footer()
 
     async def following(self) -> PackReader | None:
-        """Return the pack behind this one, of another layer group, after all blocks of this one; None behind
-        the last. It must have the same signer."""
+        """Return the next pack in the file, of another layer group, or None after the last one. Call it after
+        all blocks of this pack. The next pack must have the same signer."""
         manifest = self.manifest
         if not manifest.following:
             return None
@@ -166,8 +165,8 @@ class PackReader:
         return _Raw(table, pages)
 
     async def _leave_cache(self, number: int) -> None:
-        """Start removing a block from the page cache, while the next block is read, after an earlier one is
-        removed."""
+        """Start removing a block from the page cache, while the next block is read. Wait before that until
+        the previous block has been removed."""
         await asyncio.gather(*self._leaving)
         start = self._begins + self.manifest.block_at(number)
         length = self._begins + self.manifest.block_at(number + 1) - start
@@ -210,8 +209,8 @@ class PackReader:
 async def open_pack(
     path: Path | None, trust: Trust = ANYBODY, key: bytes | None = None
 ) -> AsyncIterator[PackReader]:
-    """Open the pack in a file, or on stdin (None). ``key`` opens an encrypted one. Raise :class:`PackError`
-    if it is malformed, and :class:`UsageError` if it cannot be read."""
+    """Open the pack in a file, or on stdin if the file is None. ``key`` opens an encrypted pack. Raise
+    :class:`PackError` if the pack is malformed, and :class:`UsageError` if the file cannot be read."""
     async with open_file(sys.stdin.fileno() if path is None else path, "rb") as plain:
         file = plain if key is None else EncryptedInput(plain, key)
         reader = await PackReader.begin(file, trust)
@@ -221,8 +220,8 @@ async def open_pack(
 
 @asynccontextmanager
 async def open_file(file: Path | int, mode: str) -> AsyncIterator[Any]:
-    """Open a file with aiofiles; a descriptor stays open. Raise :class:`UsageError` if it cannot be
-    opened."""
+    """Open a file with aiofiles. If it is given as a descriptor, the descriptor stays open at the end. Raise
+    :class:`UsageError` if it cannot be opened."""
     try:
         opened = await aiofiles.open(
             file, mode, buffering=-1 if mode == "rb" else 0, closefd=not isinstance(file, int)
@@ -237,7 +236,7 @@ async def open_file(file: Path | int, mode: str) -> AsyncIterator[Any]:
 
 
 async def verify_pack(reader: PackReader, progress: Callable[[int, int], None] | None = None) -> None:
-    """Verify a whole pack and the packs behind it. Raise :class:`PackError` at the first error."""
+    """Verify a whole pack and the packs after it in the file. Raise :class:`PackError` at the first error."""
     part: PackReader | None = reader
     while part is not None:
         async with aclosing(part.blocks()) as blocks:
@@ -248,7 +247,8 @@ async def verify_pack(reader: PackReader, progress: Callable[[int, int], None] |
 
 
 def _check_seal(seal: bytes, digest: bytes, verifier: Verifier) -> bytes:
-    """Return the digest if it matches the seal. Otherwise raise :class:`PackError`."""
+    """Return the digest if it matches the seal. Raise :class:`PackError` if not. Otherwise raise
+    :class:`PackError`."""
     sealed, signature = SEAL.unpack_from(seal)
     if sealed != digest:
         raise PackError("the pack is damaged: a seal does not match its data")

@@ -1,4 +1,5 @@
-"""Signatures of packs: Ed25519 keys in PEM files, which ``openssl genpkey -algorithm ed25519`` makes, too.
+"""Signatures of packs by Ed25519 keys in PEM files. ``openssl genpkey -algorithm ed25519`` also makes such
+files.
 
 The package ``cryptography`` (the extra ``[packs]``) does the arithmetic. It is imported when a key is used.
 """
@@ -24,7 +25,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class Signer:
-    """Signs seals. Without a ``key``, seals are unsigned."""
+    """Signs seals. Signs the seals of a pack. If ``key`` is None, seals are unsigned."""
 
     key: Ed25519PrivateKey | None = None
 
@@ -37,8 +38,8 @@ class Signer:
 
     @classmethod
     def read(cls, file: Path) -> Signer:
-        """Read the private key in a PEM file. Raise :class:`UsageError` for another file, and for one that
-        other users can read."""
+        """Read the private key in a PEM file. Raise :class:`UsageError` for another kind of file, and for a
+        file that other users can read."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -57,14 +58,14 @@ class Signer:
 
 @dataclass(frozen=True)
 class Trust:
-    """The required signature: that of ``public`` (32 bytes). With None a pack may be unsigned, but a
-    signature must be valid."""
+    """The signature that a pack must have: one by the key ``public`` (32 bytes). If that is None, a pack may
+    be unsigned, but a signature must be valid."""
 
     public: bytes | None = None
 
     @classmethod
     def read(cls, file: Path) -> Trust:
-        """Read the public key in a PEM file. Raise :class:`UsageError` for another file."""
+        """Read the public key in a PEM file. Raise :class:`UsageError` for another kind of file."""
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
@@ -77,8 +78,8 @@ class Trust:
         return cls(key.public_bytes_raw())
 
     def verifier(self, signer: bytes) -> Verifier:
-        """Return the verifier for a pack of this ``signer``. Raise :class:`PackError` if the signer is not
-        the required one."""
+        """Return the verifier for a pack whose head names this ``signer``. Raise :class:`PackError` if the
+        signer is not the required one."""
         if self.public is not None and signer != self.public:
             who = f"signed by {name(signer)}" if signer != UNSIGNED else "not signed"
             raise PackError(f"the pack is {who}, but the required key is {name(self.public)}")
@@ -99,7 +100,7 @@ class Verifier:
                 raise PackError("the pack is damaged: its signer's key is invalid") from error
 
     def check(self, digest: bytes, signature: bytes) -> None:
-        """Raise :class:`PackError` unless this is the signer's signature."""
+        """Raise :class:`PackError` unless the signature is the signer's."""
         if self._key is None:
             if signature != NO_SIGNATURE:
                 raise PackError("the pack is damaged: it has a signature but no signer")
@@ -113,7 +114,7 @@ class Verifier:
 
 
 def name(public: bytes) -> str:
-    """Return a public key as users compare it."""
+    """Return a public key in the form in which users compare keys."""
     return "unsigned" if public == UNSIGNED else public.hex()[:_NAME_CHARS]
 
 

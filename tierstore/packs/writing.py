@@ -4,9 +4,9 @@ While one block is written, the next is hashed and the one after that loaded, in
 written under its name with the suffix ``.part``, and renamed when all of it is on disk. An interrupted export
 can be resumed: the whole blocks of its file are verified and kept, if pages and signer are the same.
 
-Blocks bypass the page cache if the file system supports it (``O_DIRECT``): a copy to the cache would take a
-fifth of the processor time that hashing leaves, and the file is not read soon. Rejected alternative: syncing
-the file piece by piece while later blocks are hashed, which was slower.
+Blocks bypass the page cache if the file system supports it (``O_DIRECT``): copying to the cache would take a
+fifth of the processor time that hashing leaves, and the file is usually not read soon. Rejected alternative:
+syncing the file piece by piece while later blocks are hashed, which was slower.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from tierstore.spec import KVSpec
 from tierstore.store import Store
 from tierstore.units import round_up
 
-_FLUSH_S = 300.0  # before host pages are evicted
+_FLUSH_S = 300.0  # how long to wait for room before host pages are evicted
 NO_SIGNER = Signer()
 _BUFFERS = 3
 
@@ -60,9 +60,9 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: a file with one pack for each layer group that has pages of the prompts.
-    ``asked_tokens`` counts the tokens of the prompts, and ``held_tokens`` the tokens that the store has in
-    the first of these groups. ``resumed_pages`` come from an earlier run."""
+    """The result of an export, which is a file with one pack for each layer group that has pages of the
+    prompts. ``asked_tokens`` is the number of tokens in the prompts, and ``held_tokens`` the number of them
+    that the store has in the first of these groups. ``resumed_pages`` were written by an earlier run."""
 
     manifests: tuple[Manifest, ...]
     asked_tokens: int
@@ -88,10 +88,10 @@ async def export_pack(
 ) -> Exported:
     """Write the pages of ``store`` for the whole chunks of ``prompts`` to ``path``, or to stdout (None).
 
-    The store has no page pool. If the model has several layer groups, each has its own pack, one behind the
-    other in the file. A store that imports them has the hits of ``store``. ``resume``: continue an earlier
-    run for the same packs. ``hash``: None is the best installed one, or blake3 for named pages.
-    With a ``key`` of 32 bytes, the file is encrypted.
+    The store must have no page pool. If the model has several layer groups, each has its own pack, one after
+    the other in the file. A store that imports the file has the same hits as ``store``. With ``resume``, an
+    earlier run for the same packs is continued. If ``hash`` is None, the fastest installed hash is used, or
+    blake3 for named pages. With a ``key`` of 32 bytes, the file is encrypted.
 
     Raises :class:`UsageError` if the store has no pages, and for ``resume`` with a ``key``. Raises
     :class:`PackError` if pages leave the store meanwhile.
@@ -127,7 +127,7 @@ async def export_pack(
 async def _write_packs(
     exports: Sequence[_Export], path: Path | None, whole: int, done: int, key: bytes | None
 ) -> None:
-    """Write the packs one behind the other. ``whole`` packs and ``done`` blocks of the next one exist
+    """Write the packs one after the other. ``whole`` packs and ``done`` blocks of the next one exist
     already."""
     part = None if path is None else _part(path)
     resumed = whole or done
@@ -167,8 +167,8 @@ async def _held(store: Store, prompt: Prompt) -> Prompt:
 
 
 async def _resumable(part: Path, exports: Sequence[_Export]) -> tuple[int, int]:
-    """Return the number of whole packs in the file of an interrupted export, and of whole blocks in the next
-    pack. The exports continue from there."""
+    """Return the number of whole packs in the file of an interrupted export, and the number of whole blocks
+    in the pack after them. The packs' exports continue there."""
     if not part.exists():
         return 0, 0
     whole = good = 0
@@ -192,7 +192,7 @@ async def _resumable(part: Path, exports: Sequence[_Export]) -> tuple[int, int]:
                 if not export.last:
                     reader = await reader.following()
     except PackError:
-        pass  # the part before the error is kept, the rest is written again
+        pass  # the part before the error is kept, and the part behind it is written again
     return whole, good
 
 
@@ -210,8 +210,8 @@ def _difference(begun: Manifest, wanted: Manifest) -> str:
 
 
 class _Output:
-    """The output of an export, without its own buffer. ``ours``: a file that no other process writes. It
-    bypasses the page cache if possible."""
+    """The output of an export, without its own buffer. ``ours`` says that no other process writes the file.
+    Writes bypass the page cache if possible."""
 
     def __init__(self, file: Any, *, ours: bool) -> None:
         self._file = file
@@ -232,7 +232,7 @@ class _Output:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self._direct = False  # a file system that accepts the flag but not the write
+                self._direct = False  # the file system accepts the flag O_DIRECT, but not the write
             finally:
                 _go_direct(self._file.fileno(), False)
         await self.write(view)
@@ -259,7 +259,7 @@ def _go_direct(fd: int, wanted: bool) -> bool:
 
 
 class _Buffer:
-    """A block in work: its table, and its pages as a target of loads."""
+    """A block that is being made: its table, and its pages, which are a target of loads."""
 
     def __init__(self, page_bytes: int, pages: int) -> None:
         self._page_bytes = page_bytes
@@ -269,7 +269,8 @@ class _Buffer:
         self._shift = 0
 
     def take(self, at: int, chunk: int) -> _Buffer:
-        """Prepare for pages from place ``at`` on. The first of them is chunk ``chunk`` of the load."""
+        """Prepare a load of pages to the places from ``at`` on. The first of these pages is chunk ``chunk``
+        of the load."""
         self._shift = at - chunk
         return self
 
@@ -283,8 +284,8 @@ class _Buffer:
         return self._memory.view(self._pages_at, count * self._page_bytes)
 
     def sealed(self, count: int, table: bytes) -> memoryview:
-        """Return the block of the first ``count`` pages as it is written, after its ``table`` with the
-        seal."""
+        """Return the bytes to write for a block: its ``table`` with the seal, then the first ``count``
+        pages."""
         begins = self._pages_at - table_bytes(count)
         self._memory.view(begins, table_bytes(count))[:] = table.ljust(table_bytes(count), b"\0")
         nbytes = count * self._page_bytes
@@ -294,7 +295,7 @@ class _Buffer:
 
 
 class _Export:
-    """One pack that is being written. ``digest`` is the digest of the last seal."""
+    """One pack that is being written. ``digest`` is the digest in the last seal."""
 
     def __init__(
         self,
@@ -305,7 +306,7 @@ class _Export:
         *,
         resumable: bool,
     ) -> None:
-        manifest.hash.digester()  # raises for a missing package before there is a file
+        manifest.hash.digester()  # this raises if a package is missing, before there is a file
         self.digest = b""
         self.resumed_pages = 0
         self._store = store
@@ -316,7 +317,7 @@ class _Export:
 
     @property
     def last(self) -> bool:
-        """Whether it is the last pack in its file."""
+        """Whether this is the last pack in the file."""
         return not self.manifest.following
 
     async def run(self, output: _PackOutput, done: int, at: int | None) -> None:
@@ -355,7 +356,7 @@ class _Export:
         first = number * manifest.block_pages
         for run in manifest.runs_of(first, manifest.pages_of(number)):
             if not await self._load_run(run, buffer, run.page - first):
-                # If the host tier is smaller than the prompt, the prompt's own pages block the room.
+                # If the host tier is smaller than the prompt, the prompt's own earlier pages use its room.
                 await asyncio.to_thread(make_room, self._store, manifest.block_pages)
                 if not await self._load_run(run, buffer, run.page - first):
                     again = "again with --resume" if self._resumable else "again"
