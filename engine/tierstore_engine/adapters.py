@@ -1,12 +1,12 @@
 """LoRA adapters, as PEFT writes them: small matrices that are added to a model's own.
 
-An adapter is a folder with ``adapter_config.json`` and ``adapter_model.safetensors``. For a matrix ``W`` it
-has ``A`` and ``B`` of a low rank, and the layer computes with ``W + scale × B A``. ``B A`` is never computed:
-rows of a step that belong to an adapter are also multiplied by ``A`` and then by ``B``. So sequences with
-different adapters, and without one, share a step.
+An adapter is a folder with ``adapter_config.json`` and ``adapter_model.safetensors``. For a matrix ``W`` of
+the model, the adapter has matrices ``A`` and ``B`` of a low rank, and the layer computes with ``W + scale × B
+A``. ``B A`` is never computed: rows of a step that belong to an adapter are also multiplied by ``A`` and then
+by ``B``. Sequences with different adapters, or without an adapter, can therefore share a step.
 
-KV depends on the adapter. Its pages are kept apart by the SHA-256 of the adapter's two files, not by its
-name: a renamed adapter finds its pages, and a changed one does not.
+KV depends on the adapter. The identity of pages contains the SHA-256 of the adapter's two files, and not its
+name. A renamed adapter therefore finds its pages, and a changed one does not.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ _HARMLESS = (
     "layers_pattern layers_to_transform lora_alpha lora_dropout megatron_core peft_type peft_version "
     "qalora_group_size r rank_pattern revision target_modules task_type use_rslora"
 )
-_EXACT_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the model's weights
+# other values change the model's own weights
+_EXACT_STARTS = (None, True, False, "gaussian", "eva", "orthogonal")
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.(?:default\.)?weight")
 _TEXT_PART = re.compile(r"^(model\.language_model|language_model\.model|backbone)\.")
 
@@ -63,8 +64,8 @@ _MULTIPLIED = (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A matrix of a layer: ``part`` is ``mixer``, ``mlp`` or ``shared`` (the expert of all tokens), ``field``
-    its name there."""
+    """A matrix of a layer. ``part`` is ``mixer``, ``mlp`` or ``shared`` (the expert that computes all
+    tokens), and ``field`` is the matrix's name in that part."""
 
     layer: int
     part: str
@@ -73,8 +74,8 @@ class Place:
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter under the ``name`` that requests give. ``digest`` is made from its contents. ``changes`` are
-    in the model's dtype, on the CPU."""
+    """An adapter with the ``name`` by which requests choose it. ``digest`` is made from its contents.
+    ``changes`` are in the model's dtype, on the CPU."""
 
     name: str
     digest: str
@@ -129,7 +130,8 @@ def read_adapter(config: ModelConfig, folder: Path, name: str) -> Adapter:
 def adapted(
     weights: ModelWeights, adapters: Sequence[Adapter], rows: AdapterRows, device: str
 ) -> ModelWeights:
-    """Return the weights with those of adapters beside them, for the rows that ``rows`` names."""
+    """Return the model's weights together with the adapters' weights, which apply to the rows that ``rows``
+    names."""
     by_place: dict[Place, dict[str, Sequence[LowRank]]] = {}
     for adapter in adapters:
         for place, changes in adapter.changes.items():
@@ -161,7 +163,7 @@ def _with_part(layer: LayerWeights, name: str, part: Any) -> LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """The rows of a matrix that a linear layer of the checkpoint fills, as its slot says."""
+    """The rows of a matrix that one linear layer of the checkpoint fills."""
 
     place: Place
     slot: Slot
@@ -170,7 +172,7 @@ class _Target:
     def change(
         self, file: Path, module: str, down: torch.Tensor, up: torch.Tensor, config: ModelConfig
     ) -> LowRank:
-        """Return the change of these rows. ``up`` is the whole layer's."""
+        """Return the change of these rows. ``up`` is the matrix B of the whole layer."""
         shape, members, rank = self.slot.tensor.shape, self.slot.members, len(down)
         columns, rows = shape[-1], shape[0] if members is None else shape[0] * members[2] * shape[2]
         if down.shape != (rank, columns) or up.shape != (rows, rank):
@@ -236,7 +238,7 @@ def _read(folder: Path) -> tuple[Path, Mapping[str, Any], Mapping[str, torch.Ten
 
 
 def _check(file: Path, settings: Mapping[str, Any]) -> None:
-    """Raise :class:`ModelError` for a configuration that asks for more than two matrices."""
+    """Raise :class:`ModelError` for a configuration that needs anything else than the two matrices."""
     if settings.get("peft_type") != "LORA":
         raise ModelError(f"{file}: peft_type must be LORA, got {settings.get('peft_type')!r}")
     if settings.get("bias", "none") != "none":
@@ -271,7 +273,8 @@ def _scaled(
 
 
 def _of_module(settings: Mapping[str, Any], patterns: str, field: str, module: str) -> float:
-    """Return the value of the first pattern that a module's name ends with, or else the common one."""
+    """Return the value for the first pattern with which a module's name ends, or the common value if no
+    pattern fits."""
     value = settings.get(field)
     for pattern, other in (settings.get(patterns) or {}).items():
         try:

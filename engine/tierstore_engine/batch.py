@@ -18,8 +18,8 @@ from tierstore_engine.tables import CrossTable
 @dataclass(frozen=True, slots=True)
 class Work:
     """Compute the tokens ``start … stop`` of ``sequence``, and the tokens of ``draft`` after its newest one.
-    Only drafted tokens that the model chooses itself are accepted. With ``guessed`` the last of the tokens up
-    to ``stop`` are drafted, too. Recurrent states are kept before all drafted tokens."""
+    Only drafted tokens that the model chooses itself are accepted. The last ``guessed`` tokens up to ``stop``
+    are drafted, too. Recurrent states are stored as they were before all drafted tokens."""
 
     sequence: Sequence
     start: int
@@ -29,14 +29,15 @@ class Work:
 
     @property
     def tokens(self) -> int:
-        """Return how many rows of the batch this takes."""
+        """Return how many rows of the batch this work needs."""
         return self.stop - self.start + len(self.draft)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: a ``batch``, and ``beside`` it the separate work of each sequence whose pages are arriving,
-    for the layers that have arrived. Without a batch all layers are computed."""
+    """One step. It has a ``batch``, and ``beside`` has the separate work of each sequence whose pages are
+    still arriving, for the layers that have arrived. If the batch is empty, all layers of that work are
+    computed."""
 
     batch: list[Work]
     beside: list[Work]
@@ -46,7 +47,7 @@ class StepPlan:
 
 
 def finishing(work: Ints[Work]) -> list[Work]:
-    """Return the work that ends at its sequence's newest token, and so yields the next one."""
+    """Return the work that includes the newest token of its sequence, and therefore yields the next token."""
     return [item for item in work if item.stop == len(item.sequence.tokens)]
 
 

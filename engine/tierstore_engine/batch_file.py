@@ -1,8 +1,8 @@
 """A file of many requests, and the file of their results (docs/batches.md has both formats).
 
-Results are appended as whole lines and synced before the next ones are computed. So after an interruption
-every whole line of the file is a result that counts, and at most the last line is torn. A result's ``id``
-is a hash of its request's line: a changed request does not get the result of the old one.
+Results are appended as whole lines and synced before the next ones are computed. After an interruption, every
+whole line of the file is therefore a valid result, and at most the last line is incomplete. The ``id`` of a
+result is a hash of the request's line, so a request that was changed does not get the result of the old one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MOST_ID = 4096  # characters
 @dataclass(frozen=True, slots=True)
 class BatchLine:
     """One line of a batch: the ``body`` of a request to ``url``. ``id`` is its ``custom_id``, or ``line-N``.
-    ``error`` says why the line is no request; None if it is one."""
+    ``error`` says why the line is not a valid request; None if it is valid."""
 
     id: str
     digest: str
@@ -120,7 +120,7 @@ class BatchResults:
     """
 
     def __init__(self, file: Path | None, entries: Iterable[BatchLine], out: TextIO) -> None:
-        """Open ``file``, or write to ``out`` without one. A torn last line is dropped.
+        """Open ``file``, or write to ``out`` if ``file`` is None. An incomplete last line is dropped.
 
         Raises :class:`UsageError` for a file that cannot be written, that another process writes, or that has
         anything else than results of ``entries``.
@@ -185,7 +185,7 @@ class BatchResults:
         self.failed += result.error is not None
 
     def add(self, results: Iterable[Mapping[str, Any]]) -> None:
-        """Append results. They are on the disk when this returns. Raises :class:`OSError`."""
+        """Append results. The results are on the disk when the call returns. Raises :class:`OSError`."""
         text = b"".join(msgspec.json.encode(result) + b"\n" for result in results)
         if not text:
             return
@@ -206,7 +206,7 @@ class BatchResults:
 
 
 class _Result(msgspec.Struct):
-    """The fields of a result that say whose it is."""
+    """The fields of a result that identify its request."""
 
     id: str
     custom_id: str

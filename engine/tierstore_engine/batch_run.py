@@ -1,8 +1,8 @@
 """``tierstore-engine generate --batch``: compute all requests of a file together.
 
-The time to a first token does not matter here, so requests are ordered for throughput. Requests with a
-common beginning are neighbours: one of them computes it, and the others find its pages. The engine always has
-more requests than it computes at a time, so that its steps stay full to the end. A step then reads each
+The time to a first token does not matter here, so requests are ordered for throughput. Requests with a common
+beginning follow one another: the first of them computes it, and the others find its pages. The engine always
+has more requests than it computes at a time, so that its steps stay full to the end. A step then reads each
 weight once for all its sequences, and each page that several of them share once
 (:mod:`tierstore_engine.attention.beyond`).
 """
@@ -39,8 +39,8 @@ from tierstore_engine.settings import EngineSettings
 Request: TypeAlias = ChatRequest | CompletionRequest
 
 _SEQUENCES = 64
-_AHEAD = 16  # sequences that wait in the engine, beside those of a step
-_SHOWN_S = 0.5, 30.0  # how often progress is shown: on a terminal, and in a file
+_AHEAD = 16  # sequences that wait in the engine, in addition to those of a step
+_SHOWN_S = 0.5, 30.0  # seconds between two outputs of the progress: on a terminal, and in a file
 
 
 def run(
@@ -87,7 +87,8 @@ def run(
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """The names that a request may give to its model. ``default`` is for a request that names none."""
+    """The names that a request may give to its model. ``default`` is the model of a request that names no
+    model."""
 
     default: str
     known: frozenset[str]
@@ -102,7 +103,7 @@ class _Names:
 
 @dataclass(frozen=True, slots=True)
 class _Fallbacks:
-    """The command's options for what a request leaves out."""
+    """The command's options that apply to fields that a request leaves out."""
 
     defaults: SamplingDefaults
     max_new_tokens: int
@@ -129,8 +130,8 @@ class _Fallbacks:
 
 @dataclass(frozen=True, slots=True)
 class _Parsed:
-    """A line of the batch, with its request or what is wrong with it. ``order`` sorts requests, so that those
-    with a common beginning are neighbours."""
+    """A line of the batch, with its request or the reason why it is invalid. Sorting by ``order`` puts
+    requests with a common beginning one after the other."""
 
     entry: BatchLine
     request: Request | ApiError
@@ -154,7 +155,7 @@ def _parsed(entry: BatchLine, names: _Names, asked: _Fallbacks) -> _Parsed:
 
 
 def _check_fields(request: Request) -> None:
-    """Raise :class:`ApiError` for a field that only a server can do something with."""
+    """Raise :class:`ApiError` for a field that has a meaning only for a server."""
     for name in ("stream", "explain_cache", "prompt_cache_options", "ttft_slo_s"):
         if getattr(request, name):
             raise bad_request(f"{name} is not possible in a batch: leave it out", param=name)
@@ -211,7 +212,7 @@ class _Batch:
         self._results = results
         self._progress = progress
         self._running: dict[RequestId, _RunningLine] = {}
-        self._found: list[dict[str, Any]] = []  # results that are not written yet
+        self._found: list[dict[str, Any]] = []  # results that have not been written yet
 
     def run(self, todo: Sequence[_Parsed]) -> None:
         """Compute all requests. Raises :class:`OSError` if a result cannot be written."""
@@ -233,7 +234,7 @@ class _Batch:
             self._write()
 
     def _feed(self, coming: Iterator[_Parsed]) -> bool:
-        """Add requests until the engine has enough. Return whether it has one."""
+        """Add requests until the engine has enough. Return whether it has any request."""
         while len(self._running) < self._most and (each := next(coming, None)) is not None:
             assert not isinstance(each.request, ApiError)
             try:
@@ -298,7 +299,7 @@ def _result(
 
 @dataclass(slots=True)
 class _Progress:
-    """The progress of a run: on a terminal one line that changes, else a line now and then."""
+    """The progress of a run: one line that changes on a terminal, or a new line now and then elsewhere."""
 
     total: int
     before: int
@@ -312,7 +313,7 @@ class _Progress:
     shown: float = field(default_factory=time.monotonic)
 
     def begin(self) -> None:
-        """Count seconds from now on: the model is loaded."""
+        """Start to count seconds, because the model has been loaded."""
         self.began = time.monotonic()
 
     def ended(self, usage: Mapping[str, Any]) -> None:

@@ -1,9 +1,9 @@
 """Beam search: find the likeliest whole continuations instead of the likeliest next tokens.
 
-``width`` *beams*, sequences that share the pages of their common beginning, continue side by side. In each
-step every beam offers its likeliest next tokens. The candidates with the best sums of log probabilities are
-the next beams. So one beam may be continued twice (it is forked) and another not at all (it is dropped). A
-continuation that ends is a *hypothesis*, scored by::
+The search has ``width`` *beams*: sequences that share the pages of their common beginning and continue at the
+same time. In each step, the likeliest next tokens of every beam are candidates. The candidates with the best
+sums of log probabilities become the next beams. One beam may therefore be continued twice (it is forked), and
+another not at all (it is dropped). A continuation that ends is a *hypothesis*, scored by::
 
     sum of log probabilities / generated tokens ** length_penalty
 
@@ -39,9 +39,9 @@ class BeamParams:
     """The parameters of a beam search. Raises :class:`RequestError` for invalid values.
 
     ``length_penalty`` above 0 favors long hypotheses, below 0 short ones. ``early_stopping`` True ends the
-    search with the first ``width`` hypotheses. False ends it when no beam would be better if it ended now.
-    ``"never"`` ends it when no beam can become better at any length. Without ``ignore_eos`` the model's
-    end-of-sequence ids end a hypothesis, and are its last token.
+    search with the first ``width`` hypotheses. False ends it when no beam would have a better score if it
+    ended now. ``"never"`` ends it when no beam can reach a better score at any length. Unless ``ignore_eos``
+    is set, an end-of-sequence id of the model ends a hypothesis, and is its last token.
     """
 
     width: int = 4
@@ -70,7 +70,7 @@ class BeamHypothesis:
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """Beam number ``parent``, numbered as before the step, continues with ``token``."""
+    """A next beam: beam ``parent`` (its number before the step), continued with ``token``."""
 
     parent: int
     token: int
@@ -79,7 +79,7 @@ class Continuation:
 @dataclass(frozen=True, slots=True)
 class _Beam:
     tokens: tuple[int, ...]
-    logprob: float  # the sum over its tokens
+    logprob: float  # the sum of the log probabilities of its tokens
 
 
 class BeamSearch:
@@ -102,20 +102,21 @@ class BeamSearch:
 
     @property
     def candidates(self) -> int:
-        """Return how many likeliest next tokens each beam must offer, so that ``width`` candidates continue
-        even if all others end."""
+        """Return how many next tokens each beam must offer, so that ``width`` candidates can continue even if
+        all other candidates end."""
         return max(2, 1 + len(self._eos_ids)) * self._params.width
 
     @property
     def hypotheses(self) -> list[tuple[float, tuple[int, ...]]]:
-        """Return scores and tokens, best first; complete once ``done`` is set."""
+        """Return the scores and tokens of the hypotheses, best first. They are complete when ``done`` is
+        set."""
         return list(self._ended)
 
     def advance(self, offers: Ints[Ints[TokenLogprob]]) -> list[Continuation]:
         """Do one step with the likeliest tokens of each beam, likeliest first. Return the next beams, best
         first.
 
-        Sets ``done``, and returns none, if no better hypothesis can follow.
+        If no better hypothesis can follow, set ``done`` and return no beams.
         """
         ranked = sorted(
             (
@@ -159,13 +160,14 @@ class BeamSearch:
 
 @dataclass(slots=True)
 class BeamGroup:
-    """A search with the sequence of each beam. ``offers`` has the offers of the current step. The group
-    advances when all members have offered, and ends as a whole if one of them cannot continue."""
+    """A search, with the sequence of each beam. ``offers`` has the candidates of the current step. The group
+    advances when all of its sequences have candidates, and ends as a whole if one sequence cannot
+    continue."""
 
     search: BeamSearch
     members: list[Sequence]
     offers: dict[RequestId, tuple[TokenLogprob, ...]] = field(default_factory=dict)
-    error: str | None = None  # why it has ended without a result
+    error: str | None = None  # why the search has ended without a result
 
     @property
     def complete(self) -> bool:
@@ -185,7 +187,7 @@ class Beams:
         self._roster = roster
         self._limits = limits
         self._max_sequences = max_sequences
-        self._groups: dict[RequestId, BeamGroup] = {}  # by each of their members
+        self._groups: dict[RequestId, BeamGroup] = {}  # the group of each sequence
 
     def of(self, sequence: Sequence) -> BeamGroup | None:
         """Return the search that has ``sequence`` as a beam, or None."""
@@ -208,7 +210,7 @@ class Beams:
         return group
 
     def advance(self) -> None:
-        """Advance the searches whose beams have all offered."""
+        """Advance each search if all of its beams have candidates."""
         for group in {id(group): group for group in self._groups.values()}.values():
             if group.complete:
                 self._advance(group)
@@ -248,7 +250,7 @@ class Beams:
                 self._drop(parent)
         for move in moves:
             beam = parents[move.parent]
-            if beam in group.members:  # it continues in two ways
+            if beam in group.members:  # this beam is continued by two candidates
                 beam = self._fork(beam, group)
             group.members.append(beam)
         for beam, move in zip(group.members, moves, strict=True):
@@ -260,7 +262,7 @@ class Beams:
         if parent.held:
             self._roster.share(parent, child)
         else:
-            self._roster.queue(child)  # its parent was parked meanwhile: the child waits like it
+            self._roster.queue(child)  # the parent was parked meanwhile, so the child waits, too
         return child
 
     def _drop(self, beam: Sequence) -> None:

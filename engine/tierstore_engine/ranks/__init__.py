@@ -1,22 +1,23 @@
 """One model over several processes on one host: tensor and sequence parallelism.
 
-Each process is a *rank*. With ``--tensor-parallel N``, it computes a share of every layer: some heads of
-attention, some rows of an MLP, some experts of a mixture, and some rows of the head. The outputs of all ranks
-are summed. With ``--sequence-parallel N``, it has a part of the pages, and computes the tokens in them
-(:mod:`~.sequence`). With both, the ranks of a part share its heads. Rank 0 is the engine itself. It alone
-schedules, samples and talks to the store. The other ranks are its child processes. Rank 0 sends them each
-step, and all ranks compute it together.
+Each process is a *rank*. With ``--tensor-parallel N``, each rank computes a share of every layer: some heads
+of attention, some rows of an MLP, some experts of a mixture, and some rows of the head. The outputs of all
+ranks are summed. With ``--sequence-parallel N``, each rank has a part of the pages, and computes the tokens
+in these pages (:mod:`~.sequence`). With both, the ranks of a part share its heads. Rank 0 is the engine
+itself. Only rank 0 schedules, samples and uses the store. The other ranks are its child processes. Rank 0
+sends them each step, and all ranks compute it together.
 
 On a CPU, the page pools are in memory that all ranks of a part map, and rank 0 maps all parts. A page has all
-heads, as without ranks, and each rank reads and writes the heads of its share. So lookups, loads, saves,
-evictions and drafts do not depend on ranks. A hit serves all ranks, and an engine with any number of ranks
-can use the pages of any other.
+heads, as without ranks, and each rank reads and writes the heads of its share. Lookups, loads, saves,
+evictions and drafts therefore do not depend on ranks. A hit serves all ranks, and an engine with any number
+of ranks can use the pages of any other.
 
 On GPUs, each rank has a device. Rank 0 makes the pools on all devices, and each device has its rank's heads
-of the pages of its part (:mod:`tierstore.tiers.divided_pool`). All copies are those of rank 0. It waits for
-copies into pages before it sends a step, and for the step on its own device before it copies again: the
-step's last sum or meeting needs all ranks. Recurrent states, and windows or attention chunks in parts, are
-refused. This has not run on a GPU.
+of the pages of its part (:mod:`tierstore.tiers.divided_pool`). All copies are those of rank 0. Rank 0 waits
+for copies into pages before it sends a step. Before it copies again, it waits for the end of the step on its
+own device. All ranks have finished then, because the last operation of a step needs all of them. On GPUs,
+recurrent states are refused, and so are windows and attention chunks with sequence parallelism. This has not
+run on a GPU.
 
 A rank must answer pings within 8 seconds only when its first step can begin. Until then it reads weights,
 connects NCCL and builds kernels, and has 60 seconds. (All three release the interpreter's lock.)

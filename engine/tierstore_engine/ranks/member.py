@@ -21,9 +21,9 @@ from tierstore_engine.weights import WeightsDigest, load_weights, open_weights, 
 
 @dataclass(frozen=True, slots=True)
 class RankGroups:
-    """The groups of ranks that a rank is in. None: the rank would be alone in it. The ranks of ``heads``
-    share the heads of one part of the tokens. The ranks of ``tokens`` have the same heads of different
-    parts."""
+    """The groups of ranks that a rank is in. A group is None if it would contain this rank only. The ranks of
+    ``heads`` share the heads of one part of the tokens. The ranks of ``tokens`` have the same heads of
+    different parts."""
 
     heads: Collective | None
     tokens: Collective | None
@@ -39,11 +39,11 @@ class RankGroups:
         )
         for group in (groups.heads, groups.tokens):
             if group is not None:
-                group.meet(0)  # after this no rank of any group needs its file
+                group.meet(0)  # after this, no rank needs the file of any group
         return groups
 
     def abort(self) -> None:
-        """End what waits for a lost rank; see :meth:`Collective.abort
+        """End operations that wait for a lost rank; see :meth:`Collective.abort
         <tierstore_engine.ranks.collective.Collective.abort>`."""
         for group in (self.heads, self.tokens):
             if group is not None:
@@ -79,7 +79,8 @@ def read_weights(
 
 
 def _matrix_kernels(opened: OpenModel) -> MatrixKernels | None:
-    """Return a GPU's kernels for weights that stay quantised, None without such weights."""
+    """Return the kernels of a GPU for weights that stay quantised. Return None if there are no such
+    weights."""
     assert opened.source is not None
     with open_weights(opened.source) as stored:
         if opened.expand or stored.quantised is None:
@@ -101,10 +102,10 @@ def model_of(
     part_large_pages: int,
     device: str = "cpu",
 ) -> Model:
-    """Return the model of one rank on ``device``. ``config`` is that of all ranks. The pages of its part are
-    the first of ``pools``. A part has ``part_large_pages`` large pages."""
+    """Return the model of one rank on ``device``. ``config`` is the configuration of the whole model. The
+    pages of its part are the first of ``pools``. A part has ``part_large_pages`` large pages."""
     own = config_of(config, place.heads)
-    if isinstance(pools[0].region, DeviceShare):  # these pages have the rank's heads only
+    if isinstance(pools[0].region, DeviceShare):  # the pages on a GPU have the heads of this rank only
         kv = own.kv.of_heads(range(own.first_kv_head, own.first_kv_head + own.kv_heads))
         own = replace(own, first_kv_head=0, kv=kv)
     memories = [make_memory(pool, own) for pool in pools]

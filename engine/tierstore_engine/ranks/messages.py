@@ -14,10 +14,10 @@ from tierstore_engine.weights import FileStates
 
 @dataclass(frozen=True, slots=True)
 class RankSetup:
-    """The first message. ``opened`` names the rank's own device. ``files`` are the states of the weights'
-    files when rank 0 began to read them. ``weights_fd`` is the inherited descriptor of weights that all ranks
-    share; None: the rank reads its own. A part has ``part_large_pages`` large pages. ``meeting`` is the
-    folder of the files through which ranks connect."""
+    """The first message. ``opened`` names the rank's own device. ``files`` has size and time of each file of
+    weights when rank 0 began to read them. ``weights_fd`` is the inherited descriptor of weights that all
+    ranks share, or None if the rank reads its own weights. A part has ``part_large_pages`` large pages.
+    ``meeting`` is the folder of the files through which ranks connect."""
 
     opened: OpenModel
     place: RankPlace
@@ -38,7 +38,7 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True)
 class RankPing:
-    """A question whether the process is alive. The process answers during a step, too."""
+    """Rank 0 asks whether the process is alive. The process also answers during a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class RankLoaded:
 
 @dataclass(frozen=True, slots=True)
 class RankConnect:
-    """All ranks are loaded. The rank connects to them and makes its model."""
+    """All ranks are loaded. Rank 0 tells a rank to connect to the other ranks and to make its model."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """The processes of the other ranks, as rank 0 sees them.
 
-A rank may die or hang while rank 0 waits for it in a sum. So a thread pings all ranks. If a rank has ended or
-does not answer, the thread notes the reason and kills all ranks. Then the sum fails, and the step raises
-:class:`~tierstore_engine.errors.RankLostError`. Pages of that step are never saved, because the engine saves
-pages after the step has returned.
+A rank may die or hang while rank 0 waits for it in a sum. A thread of rank 0 therefore pings all ranks. If a
+rank has ended or does not answer, the thread notes the reason and kills all ranks. The sum then fails, and
+the step raises :class:`~tierstore_engine.errors.RankLostError`. Pages of that step are never saved, because
+the engine saves pages after the step has returned.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ _PING_S = 1.0
 _SILENT_S = 8.0
 """A rank that does not answer for this long counts as hanging. Ranks answer during a step, too."""
 _LOADING_S = 60.0  # the limit until a rank is ready, while it reads weights, connects NCCL and builds kernels
-_START_S = 600.0  # the same until its first answer: it imports libraries
-_REASON_S = 2.0  # a failed step waits at most this long for the watcher's reason
+_START_S = 600.0  # the limit until a process answers for the first time, while it imports libraries
+_REASON_S = 2.0  # a failed step waits at most this long for the watcher's thread to find the reason
 
 
 class Others:
-    """All ranks but rank 0, and their processes. The constructor starts them."""
+    """All ranks except rank 0, and their processes. The constructor starts them."""
 
     def __init__(self, model: LoadedModel, pools: Sequence[PagePool], meeting: str) -> None:
         """``meeting`` is the folder of the files through which all ranks connect."""
@@ -62,7 +62,7 @@ class Others:
         self.processes: list[subprocess.Popen[bytes]] = []
         self._connections: dict[Connection[ToRank, FromRank], int] = {}  # the index of the process
         self._sending = threading.Lock()
-        self._lost: str | None = None  # the reason; set once, when a rank is lost
+        self._lost: str | None = None  # the reason why the ranks have ended; set once, when a rank is lost
         self._found = threading.Event()  # set when a rank is lost
         self._loaded = threading.Event()  # set when all ranks are loaded, or one is lost
         self._closing = False
@@ -101,7 +101,7 @@ class Others:
     def _start(self, setup: RankSetup) -> None:
         ours, theirs = socket.socketpair()
         fds = [theirs.fileno(), *setup.fds]
-        # A terminal sends SIGINT to all. Rank 0 ends the others in order.
+        # Ignore SIGINT, which a terminal sends to all processes. Rank 0 ends the other ranks in order.
         former = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             process = self.spawn("tierstore_engine.ranks.worker", [str(fds[0])], fds)
@@ -114,7 +114,8 @@ class Others:
         connection.send(setup)
 
     def send(self, message: ToRank) -> None:
-        """Send a message to each rank. Ignore a rank that has ended: the watcher finds it."""
+        """Send a message to each rank. Ignore a rank that has ended, because the watcher's thread detects
+        this."""
         with self._sending:
             self._send(message)
 
@@ -131,7 +132,7 @@ class Others:
 
     def unless_lost(self, work: Callable[[], T]) -> T:
         """Return ``work()``, which a thread computes. Raise :class:`RankLostError` if a rank is lost before
-        that: the work may wait for it for ever."""
+        the work ends, because the work may wait for this rank for ever."""
         done: Future[T] = Future()
         ended: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
@@ -157,13 +158,13 @@ class Others:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Return a context for work that all ranks do together. An error of rank 0 in this context follows
-        from a lost rank, or ends all ranks, because they are no longer at the same point. Raises
-        :class:`RankLostError`."""
+        """Return a context for work that all ranks do together. If rank 0 gets an error in this context,
+        either a rank was lost, or all ranks are ended, because they are no longer at the same point of the
+        work. Raises :class:`RankLostError`."""
         self.check()
         try:
             yield
-            self.check()  # what was computed with a lost rank is wrong
+            self.check()  # results that were computed with a lost rank are wrong
         except BaseException as error:
             if not self._found.wait(_REASON_S):
                 self._lose(f"rank 0 failed in a step: {type(error).__name__}: {error}")
@@ -205,7 +206,7 @@ class Others:
             for connection, limit in limits.items():
                 if now - heard[connection] > limit:
                     self._lose(f"{self._name(connection)} has not answered for {limit:g} s")
-            # Do not wait for a thread that sends: it may wait for a rank that hangs.
+            # Do not wait for a thread that is sending, because it may wait for a rank that hangs.
             if now - pinged > _PING_S and self._sending.acquire(blocking=False):
                 try:
                     self._send(RankPing())
@@ -214,7 +215,7 @@ class Others:
                 pinged = now
 
     def _receive(self, connection: Connection[ToRank, FromRank]) -> FromRank | None:
-        """Receive a message. None: the rank has ended."""
+        """Receive a message. Receive a message. Return None if the rank has ended."""
         try:
             message = connection.recv()
         except (EOFError, OSError):
@@ -245,7 +246,8 @@ class Others:
 
 
 def _let_go_after_fork() -> None:
-    # A child shares the sockets. The ranks would outlive rank 0 for as long as the child lives.
+    # A child process of this rank would share the sockets, and the other ranks would run as long as that
+    # child lives.
     for others in list(_all):
         for connection in others._connections:
             connection.close()

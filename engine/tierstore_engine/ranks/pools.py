@@ -55,7 +55,8 @@ RankPools: TypeAlias = HostPools | DevicePools
 
 
 def pools_of(pools: Sequence[PagePool], heads: int, part: int) -> RankPools:
-    """Return how the rank with share number ``heads`` of the heads opens its part of rank 0's ``pools``."""
+    """Return what a rank, with share number ``heads`` of the heads, needs to open its part of rank 0's
+    ``pools``."""
     region = pools[0].region
     if isinstance(region, DividedRegion):
         share = region.share(part, heads)

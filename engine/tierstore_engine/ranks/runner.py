@@ -66,7 +66,7 @@ class RankedRunner:
             others.close()
             folder.cleanup()
             raise
-        if device == "cpu":  # NCCL may look at its files later
+        if device == "cpu":  # keep the folder, because NCCL may read its files later
             folder.cleanup()
         return cls(model.config, part, others, groups, folder)
 
@@ -88,7 +88,8 @@ class RankedRunner:
         with self._others.watched():
             self._others.send(step)
             logits = self._model.compute(step)
-            # Pages are copied after this. The last sum has parts of all ranks, so none uses a page now.
+            # Pages are copied after this. No rank uses a page any more, because the last sum has needed all
+            # ranks.
             self.wait()
             return logits
 

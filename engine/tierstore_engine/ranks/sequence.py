@@ -2,30 +2,32 @@
 
 The pages of a sequence are dealt over N *parts* of the pool's memory (:mod:`~tierstore.tiers.large_pages`),
 and each rank has one part. A rank computes the rows of the tokens whose pages are in its part, with whole
-weights, and writes their KV there. So only attention needs other ranks. A query sees the same tokens as with
-one rank: some of them in each part. Attention over disjoint tokens merges exactly by the logarithms of the
-softmax denominators (LSE), as in :mod:`tierstore_engine.attention.cpu`. Attention of each span of a step is
-computed in one of two ways:
+weights, and writes their KV there. Only attention therefore needs other ranks. A query sees the same tokens
+as with one rank, and each part has some of them. Attention over disjoint tokens merges exactly by the
+logarithms of the softmax denominators (LSE), as in :mod:`tierstore_engine.attention.cpu`. Attention of each
+span of a step is computed in one of two ways:
 
-- *pass the queries*: each query goes to the other ranks with tokens that it sees. These return outputs and
-  LSEs, which the query's rank merges. A decode step does this.
-- *pass the KV*: the pages of one layer go round a ring of all ranks. Each rank attends to the pages of one
-  part while the next ones arrive (Liu et al., Ring Attention, arXiv:2310.01889).
+- *pass the queries*: each query goes to the other ranks with tokens that it sees. These ranks return outputs
+  and LSEs, which the query's rank merges. Decode steps pass queries.
+- *pass the KV*: the pages of one layer go round a ring of all ranks. Each rank computes attention over the
+  pages of one part while those of the next part arrive (Liu et al., Ring Attention, arXiv:2310.01889).
 
 :meth:`SequenceAttention.bytes_passed` has the bytes of both, and the smaller number decides. (Yang et al.,
-arXiv:2411.01783, choose in the same way.) All ranks know the whole step, so all choose alike and know which
-tensors will arrive.
+arXiv:2411.01783, choose in the same way.) All ranks know the whole step. They therefore make the same choice
+and know which tensors will arrive.
 
-A group's pages are dealt independently of other groups' pages. The rows follow the first group with KV. The
-KV of another group goes to the rank with its page. Rank 0 computes recurrent states, and the logits.
+The pages of each layer group are dealt to parts independently. A row belongs to the part that has its page of
+the first group with KV. The KV of another group goes to the rank with its page. Rank 0 computes recurrent
+states, and the logits.
 
-On one host rank 0 maps all parts, so the store and the scheduler know nothing of ranks: rank 0 copies pages
-and states in any part. The other ranks map only their own parts. With several hosts, the copies of a part
-would be a task of its rank.
+On one host, rank 0 maps all parts and copies pages and states in all of them. The store and the scheduler
+therefore do not depend on ranks. The other ranks map only their own parts. Several hosts are not supported:
+each rank would have to copy the pages of its own part.
 
 On GPUs, rows, queries and KV stay on the devices. Plans are made on the host, once for all layers of a step.
-The kernels know only queries that see a part's tokens completely, or each one token more than the query
-before. The rows of a span are such runs in every part, unless a layer has windows or attention chunks.
+The kernels support only runs of queries that all see the same tokens of a part, or that each see one token
+more than the query before. In every part, the rows of a span are such runs, unless a layer has windows or
+attention chunks.
 
 With tensor parallelism, several ranks compute each part and share its heads
 (:class:`~tierstore_engine.ranks.share.RankPlace`). The ranks with the same share of heads pass tokens to each
@@ -64,8 +66,8 @@ from tierstore_engine.step import StepInput
 
 class TokenSplit:
     """The division of each step's rows among the ranks of all parts. ``part_pages`` has, for each layer
-    group, the pages of a part. ``heads`` are the ranks that share the heads of this part, None without
-    others. Used by one thread; all ranks call the same methods in the same order."""
+    group, the pages of a part. ``heads`` are the ranks that share the heads of this part, or None if there is
+    one rank. Used by one thread; all ranks call the same methods in the same order."""
 
     def __init__(
         self, ranks: Ranks, heads: Ranks | None, config: ModelConfig, part_pages: Sequence[int]
@@ -104,7 +106,8 @@ class TokenSplit:
         return np.flatnonzero(self.owners == rank)
 
     def at_first(self, hidden: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """Return ``compute(hidden)`` of this rank's rows, computed at rank 0 with all rows together."""
+        """Return ``compute(hidden)`` for this rank's rows. Rank 0 computes it for the rows of all ranks
+        together."""
         share = self.ranks.share
         if not share.first:
             self.ranks.exchange({0: hidden}, {}).wait()
@@ -117,8 +120,8 @@ class TokenSplit:
         return whole[rows[0]]
 
     def last(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """At rank 0, return ``hidden`` of these rows of the step. At other ranks, return no row. After this,
-        all ranks have written all KV of the step."""
+        """Return ``hidden`` of these rows of the step on rank 0, and no row on other ranks. When this
+        returns, all ranks have written all KV of the step."""
         share, wanted, device = self.ranks.share, _numbers(rows), hidden.device
         owners = self.owners[wanted]
         mine = hidden[_rows(self.places[wanted[owners == share.rank]], device)]
@@ -133,7 +136,8 @@ class TokenSplit:
         return found
 
     def _collected(self, mine: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return a tensor with the rows ``rows[rank]`` of each rank; ``mine`` are those of rank 0."""
+        """Return a tensor with the rows of all ranks: rank ``r`` computed the rows ``rows[r]``. ``mine`` are
+        the rows of rank 0."""
         whole = mine.new_empty(sum(map(len, rows)), *mine.shape[1:])
         found = {
             rank: mine.new_empty(len(rows[rank]), *mine.shape[1:])
@@ -159,8 +163,8 @@ class _Writes:
 
 @dataclass(frozen=True, slots=True)
 class _AskedRows:
-    """The queries that attend to tokens of one part. ``rows`` are rows of the step, and ``seen`` is what each
-    of them sees, in the part's own page numbers."""
+    """The queries that see tokens of one part. ``rows`` are rows of the step, and ``seen`` is what each of
+    them sees, in the part's own page numbers."""
 
     rows: Numbers
     seen: tuple[SeenTokens, ...]
@@ -169,8 +173,8 @@ class _AskedRows:
 @dataclass(frozen=True, slots=True)
 class _Visit:
     """Pages of one part, which pass this rank in the ring. ``mine`` are the indices of this rank's rows whose
-    queries see tokens of these ``pages``. ``planned`` says which tokens, with page numbers of the passed
-    block; see :meth:`PartAttention.plan <tierstore_engine.attention.base.PartAttention.plan>`."""
+    queries see tokens of these ``pages``. ``planned`` says which tokens they see, with page numbers of the
+    passed block; see :meth:`PartAttention.plan <tierstore_engine.attention.base.PartAttention.plan>`."""
 
     pages: torch.Tensor
     mine: torch.Tensor
@@ -179,10 +183,10 @@ class _Visit:
 
 @dataclass(frozen=True, slots=True)
 class _Ways:
-    """The exchange for attention of a batch. ``asked`` queries attend to this part, as ``planned``.
-    ``to[rank]`` are the indices of this rank's rows whose queries go to that rank. ``of[rank]`` are the
-    places among the asked queries of those that come from that rank. ``visits`` are the parts in the order of
-    the ring, empty if no span passes its KV."""
+    """The exchange for attention of a batch. ``asked`` are the queries of all ranks that see tokens of this
+    part, and ``planned`` says which tokens. ``to[rank]`` are the indices of this rank's rows whose queries go
+    to that rank. ``of[rank]`` are the places, among the asked queries, of the queries from that rank.
+    ``visits`` are the parts in the order of the ring, empty if no span passes its KV."""
 
     asked: int
     planned: Any
@@ -192,8 +196,8 @@ class _Ways:
 
 
 class SequenceAttention(Attention):
-    """Attention of this rank's rows over the pages of all parts. ``inner`` attends to the pages of this part.
-    ``group`` is the layer group's index. Not thread-safe."""
+    """Attention of this rank's rows over the pages of all parts. ``inner`` computes attention over the pages
+    of this part. ``group`` is the layer group's index. Not thread-safe."""
 
     def __init__(
         self, inner: PartAttention, pool: PagePool, config: ModelConfig, split: TokenSplit, group: int
@@ -209,7 +213,7 @@ class SequenceAttention(Attention):
         [layers] = pool.spec.groups
         self._width = layers.head_dim
         self._out_width = layers.head_dim if config.latent is None else config.latent.rank
-        self._slice = pool.spec.layer(layers.layers[0]).nbytes  # bytes of a layer of a page
+        self._slice = pool.spec.layer(layers.layers[0]).nbytes  # the bytes of one layer in a page
         self._writes: Prepared[_Writes] = Prepared()
         self._ways: dict[tuple[int | None, bool], Prepared[_Ways]] = {}
 
@@ -270,7 +274,7 @@ class SequenceAttention(Attention):
         chunked = self._config.kind(layer) is LayerKind.CHUNKED_ATTENTION
         plans = self._ways.setdefault((window, chunked), Prepared())
         ways = plans.of(batch, lambda: self._plan(batch, window, chunked=chunked))
-        # Outputs and LSEs are side by side, as they are passed.
+        # Outputs and LSEs are stored side by side, so that both are passed in one message.
         found = queries.new_zeros(*queries.shape[:2], self._out_width + 1, dtype=torch.float32)
         found[..., -1] = -torch.inf
         self._pass_queries(layer, queries, ways, found)
@@ -422,7 +426,7 @@ class SequenceAttention(Attention):
 
 
 def _joined(parts: Sequence[_AskedRows]) -> _AskedRows:
-    """Return the queries of all spans in a row."""
+    """Return the queries of all spans, one span after the other."""
     starts = accumulate((len(part.rows) for part in parts), initial=0)
     seen = [
         replace(each, first_row=start)
@@ -442,7 +446,7 @@ def _merge(found: torch.Tensor, rows: torch.Tensor, part: torch.Tensor) -> None:
 
 
 def _numbers(tensor: torch.Tensor) -> Numbers:
-    """Return int64 numbers on the host. This waits for the work before them on their device."""
+    """Return int64 numbers on the host. This waits for the work on their device that computes them."""
     numbers: Numbers = tensor.cpu().numpy()
     return numbers
 

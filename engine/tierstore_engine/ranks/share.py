@@ -67,7 +67,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """The place of a rank: its share of the heads, and its part of each sequence's tokens.
+    """Where a rank stands among all ranks: which share of the heads it has, and which part of each sequence's
+    tokens.
 
     >>> RankPlace.of(3, heads=2, parts=2)
     RankPlace(heads=Share(rank=1, count=2), tokens=Share(rank=1, count=2))
@@ -160,7 +161,7 @@ def read_share(
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
     whole, parts = meta_weights(config), _Parts(config, share)
-    targets: dict[int, tuple[torch.Tensor, _Part]] = {}  # by the memory of the whole tensor
+    targets: dict[int, tuple[torch.Tensor, _Part]] = {}  # by the number of the whole tensor's memory
 
     def allocate(part: torch.Tensor) -> torch.Tensor:
         cut = parts.cuts.get(id(part)) or _Part(part, part)
@@ -183,7 +184,8 @@ def read_share(
 
 
 def _place_of(matrix: Matrix) -> int:
-    """Return a number for the memory that a tensor is a view of. Tensors without numbers have one, too."""
+    """Return a number that identifies the memory to which a tensor refers, also for tensors that have shapes
+    only."""
     return int(_tensor(matrix).untyped_storage()._cdata)
 
 
@@ -221,7 +223,7 @@ class _Part:
         target.view(-1, width)[places[wanted].to(target.device)] = found
 
     def _places(self, lines: torch.Tensor) -> torch.Tensor:
-        """Return the place of each line of the whole tensor in the part; -1: it is in another one."""
+        """Return the place in the part of each line of the whole tensor, or -1 for a line of another part."""
         if self.rows is None:
             return lines
         each = len(lines) // self.whole.shape[0]
@@ -230,8 +232,8 @@ class _Part:
 
 
 class _Parts:
-    """The part of a rank in weights that have shapes and no numbers. ``cuts`` has what was divided, by the
-    ids of the parts."""
+    """A rank's part of weights that have shapes and no numbers. ``cuts`` says from which tensors the parts
+    were cut, by the ids of the parts."""
 
     def __init__(self, config: ModelConfig, share: Share) -> None:
         self.cuts: dict[int, _Part] = {}

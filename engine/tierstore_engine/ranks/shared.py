@@ -27,10 +27,10 @@ class SharedWeights:
     """
 
     def __init__(self, config: ModelConfig, fd: int | None = None) -> None:
-        """Map another process's memory, and take over ``fd``. None: make memory, to be filled. Raise
-        :class:`~tierstore.errors.UsageError` if that is impossible."""
+        """Map another process's memory, and take over ``fd``. If ``fd`` is None, make new memory, which the
+        caller fills. Raise :class:`~tierstore.errors.UsageError` if the memory cannot be mapped or made."""
         self._config = config
-        places: dict[int, int] = {}  # by the id of a tensor without memory
+        places: dict[int, int] = {}  # by the id of the tensor that has a shape only
         end = 0
 
         def reserve(tensor: torch.Tensor) -> torch.Tensor:

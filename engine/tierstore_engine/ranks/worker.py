@@ -60,7 +60,7 @@ class Wire:
                 else:
                     self._received.put(message)
         except (EOFError, OSError):
-            os._exit(0)  # rank 0 has ended: a sum in the main thread would never end
+            os._exit(0)  # rank 0 has ended, so a sum in the main thread would never end
 
 
 def main() -> None:
