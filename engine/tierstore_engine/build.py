@@ -1,4 +1,4 @@
-"""Build an engine from a model's name: the one place where the parts are put together.
+"""Build an engine from a model's name. Only this module puts the engine's parts together.
 
 There are three steps, cheapest first, so that invalid input is refused before gigabytes are read and before
 anything is written: :func:`open_model` (configuration and tokenizer), :func:`load_model` (weights),
@@ -92,15 +92,15 @@ def open_model(
     ``./demo`` for a folder with a preset's name). ``tokenizer`` is the folder of the tokenizer and of the
     chat template (None: where the weights are, or the vocabulary in a GGUF file).
 
-    ``dtype`` overrides the model's own. ``kv_dtype`` is the format of its KV
+    ``dtype`` overrides the dtype that the model's files name. ``kv_dtype`` is the format of the model's KV
     (:meth:`~tierstore_engine.kv_format.KVFormat.parse`), and ``kv_scales`` the source of the scales
     (:func:`~tierstore_engine.kv_scales.with_scales`). Quantised weights stay quantised in memory unless
-    ``expand_weights``, and in their files with ``weights_on_disk``. ``adapters`` are LoRA adapters, each as
-    ``NAME=DIR``. ``deterministic``: a token's numbers have the same bits in every step
+    ``expand_weights`` is set. With ``weights_on_disk``, weights stay in their files. ``adapters`` are LoRA
+    adapters, each as ``NAME=DIR``. With ``deterministic``, a token's numbers have the same bits in every step
     (:mod:`~tierstore_engine.deterministic`). ``tensor_parallel`` is the number of processes that share the
     heads and weights, and ``sequence_parallel`` that of the parts of each sequence's tokens
-    (:mod:`~tierstore_engine.ranks`). With ``predictor``, a layer of the checkpoint drafts
-    tokens (:mod:`~tierstore_engine.predictor`).
+    (:mod:`~tierstore_engine.ranks`). With ``predictor``, a layer of the checkpoint drafts tokens
+    (:mod:`~tierstore_engine.predictor`).
 
     Raises :class:`UnknownModelError` if there is neither preset nor folder, :class:`ModelError` for an
     unsupported folder, :class:`UsageError` for an impossible device or dtype.
@@ -191,7 +191,8 @@ def _check_heads(opened: OpenModel, heads: int) -> None:
 
 
 def _check_gpus(opened: OpenModel, option: str, heads: int, parts: int) -> None:
-    """Raise :class:`UsageError` if a model cannot be divided over GPUs, or if these are too few."""
+    """Raise :class:`UsageError` if a model cannot be divided over GPUs, or if the machine has too few
+    GPUs."""
     config = opened.config
     if config.states or (heads > 1 and not divides_attention(config)):
         what = "recurrent states" if config.states else "a norm over all heads together"
@@ -210,7 +211,8 @@ def _check_gpus(opened: OpenModel, option: str, heads: int, parts: int) -> None:
 
 
 def _packed_form(opened: OpenModel) -> str | None:
-    """Return the format of weights that stay quantised in memory, None if there are none."""
+    """Return the format of weights that stay quantised in memory. Return None if there are no such
+    weights."""
     if opened.source is None or opened.expand:
         return None
     with open_weights(opened.source) as stored:
@@ -321,7 +323,7 @@ def _read_weights(
 
 
 def _shares_weights(source: OpenModel) -> bool:
-    """Return whether all ranks have the same weights, in one memory."""
+    """Return whether all ranks have the same weights, which one memory holds for all."""
     return source.device == "cpu" and source.parts > 1 and source.heads == 1 and _packed_form(source) is None
 
 
@@ -346,14 +348,15 @@ def build_engine(
 ) -> Engine:
     """Build an engine over a page pool and a store.
 
-    - ``pool_pages``: the pool's size. None, on a GPU only, takes the free memory.
+    - ``pool_pages``: the pool's size. None means the free memory, and is possible on a GPU only.
     - ``most_pool_bytes``: the largest size for :meth:`Engine.resize_pool`. None means the first size on a
       CPU; on a GPU the pool then cannot be resized.
-    - ``overflow``: where pages lie that do not fit the pool. The others are in memory.
+    - ``overflow``: where the pages are stored that do not fit into the pool. The pages in the pool are in
+      memory.
     - ``store``: the store's directory or address. None keeps pages only in the pool.
-    - ``prefix_cache``: whether pages are reused at all.
-    - ``predicted_tokens``: the tokens that a model with a predictor drafts per step at most.
-    - ``model_name``: the model's public name.
+    - ``prefix_cache``: whether requests reuse pages of earlier requests.
+    - ``predicted_tokens``: the largest number of tokens that a model with a predictor drafts in a step.
+    - ``model_name``: the name under which the model is shown.
     - ``role``: whether the engine loads and saves pages that it shares with other engines.
     - ``share_engines``: share pages with other engines (:mod:`tierstore_connectors.common.sharing`).
 
@@ -366,7 +369,7 @@ def build_engine(
     divided = model.divided
     identity = model.shared_identity(spec) if share_engines else model.identity(spec)
     if model.device != "cpu":
-        # the pool is sized by the free memory, which includes torch's cache after this
+        # the pool's size follows from the free memory, which includes torch's cache after this call
         torch.cuda.empty_cache()
         if divided is not None and pool_pages is None:
             raise UsageError(f"{_option(divided)} on GPUs needs a size of the page pool: give --hbm-bytes")
@@ -377,7 +380,7 @@ def build_engine(
             raise UsageError(f"{_option(divided)} does not work with --overflow")
         if model.config.arithmetic and model.device != "cpu":
             raise UsageError("--deterministic does not work with --overflow on a GPU")
-        overflow.pages(spec.split()[0], pages)  # refuses models that it does not suit, at any size
+        overflow.pages(spec.split()[0], pages)  # this refuses models for which it does not work at any size
         check_resident(spec, pages, settings)
     connector = open_connector(
         spec,
@@ -414,7 +417,7 @@ def build_engine(
 
 
 def _device_heads(divided: OpenModel) -> list[range]:
-    """Return the KV heads of each rank's GPU."""
+    """Return the KV heads that the GPU of each rank holds."""
     heads = divided.heads
     return [kv_heads_of(divided.config, Share(rank, heads)) for rank in range(heads)] * divided.parts
 
@@ -494,7 +497,7 @@ def make_runner(model: LoadedModel, pools: Sequence[PagePool], settings: EngineS
 
 def pools_of_one_sequence(model: LoadedModel, tokens: int) -> list[PagePool]:
     """Return a pool for each layer group of a model on the CPU, with the pages of one sequence of ``tokens``
-    tokens. A window keeps all of its pages, too; a recurrent state has one."""
+    tokens. A layer group with a window also gets pages for all tokens. A recurrent state gets one page."""
     spec, states = model.kv_spec(), model.config.states
     pages = pages_for_tokens(spec, tokens)
     return [PagePool(part, 1 if group in states else pages) for group, part in enumerate(spec.split())]
@@ -531,7 +534,7 @@ def _fitting_pages(spec: KVSpec, device: str, settings: EngineSettings) -> int:
 
 
 def _device_index(device: str) -> int:
-    """Return 1 for ``cuda:1``; ``cuda`` is 0."""
+    """Return the number of a device: 1 for ``cuda:1``, and 0 for ``cuda``."""
     return torch.device(device).index or 0
 
 

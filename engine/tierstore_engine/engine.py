@@ -139,9 +139,8 @@ class Engine:
         vision: Vision | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``adapters`` maps the names of the model's adapters to their digests. ``vision`` makes the images
-        that callers pass to :meth:`add`. The scheduler measures deadlines with ``clock``, from :meth:`add`
-        on."""
+        """``adapters`` maps adapters' names to their digests. ``vision`` makes the images that :meth:`add`
+        gets. Deadlines begin at :meth:`add`, by ``clock``."""
         self.model = model
         self.tokenizer = tokenizer
         self.vision = vision

@@ -13,7 +13,8 @@ _RETRY_S = 1
 
 
 class AdmissionLimits(Protocol):
-    """The limits on requests and on their prompt tokens. A single request may have more tokens."""
+    """The limits on the number of requests and on the sum of their prompt tokens. A request that is alone may
+    have more tokens."""
 
     @property
     def max_requests(self) -> int: ...
@@ -23,7 +24,8 @@ class AdmissionLimits(Protocol):
 
 
 class AdmissionPlace:
-    """The place of one request. ``tokens`` is the number of its prompt tokens."""
+    """One request's place among the running and waiting requests. ``tokens`` is the number of its prompt
+    tokens."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -46,7 +48,7 @@ class AdmissionPlace:
 
 
 class Admission:
-    """Count requests and their tokens. Used on one event loop."""
+    """Counts requests and their tokens. Use it on one event loop."""
 
     def __init__(self, settings: AdmissionLimits) -> None:
         self.settings = settings
@@ -81,7 +83,8 @@ class Admission:
                 self._idle.set()
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests and wait for the others. Return False if some are left after ``timeout_s``."""
+        """Refuse new requests, and wait for the running and waiting ones. Return False if some of them are
+        left after ``timeout_s``."""
         self.draining = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)

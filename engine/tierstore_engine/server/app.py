@@ -1,6 +1,6 @@
 """The API server: from a request's bytes to its answer, and everything that can end a request early.
 
-A generation request passes these stations. Its place and its sequences are freed on every path::
+A generation request passes these steps. Its place and its sequences are freed in every case::
 
     body ─ place ─ parse ─ prompts (on another thread) ─ queued tokens ─ engine ─ answer
     429/503 413/408  400     400                          429             400       200, or events
@@ -112,7 +112,8 @@ class ApiServer:
         self.engine = EngineThread(engine)
         self._store = engine.connector
         self._adapters = dict(engine.adapters)
-        self._names = [settings.model_name, *self._adapters]  # what requests may name as their model
+        # the names that requests may give as their model
+        self._names = [settings.model_name, *self._adapters]
         self._computes = engine.settings.plan == "compute"
         self._kept = KeptPrompts()
         self._tokenizer: Tokenizer = engine.tokenizer
@@ -142,7 +143,8 @@ class ApiServer:
             host = settings.host if settings.api_key is None and handler != self._dashboard else None
             return MeteredRoute(name, handler, self.metrics, api_key=key, host=host, error_of=api_error)
 
-        page = endpoint("dashboard", self._dashboard, public=True)  # the site checks the key itself
+        # the dashboard's application checks the key itself
+        page = endpoint("dashboard", self._dashboard, public=True)
         self.app = Starlette(
             routes=[
                 Route("/v1/completions", endpoint("completions", self._completions), methods=["POST"]),
@@ -161,7 +163,8 @@ class ApiServer:
         )
 
     async def drain(self) -> bool:
-        """Answer 503 from now on, and wait for running requests. Return False if some had to be cancelled."""
+        """Answer 503 from now on, and wait for running requests. Return False if some of these requests had
+        to be cancelled."""
         done = await self.admission.drain(self.settings.drain_s)
         await self._feed.close()
         if not done:
@@ -194,7 +197,7 @@ class ApiServer:
         await exchange.reply(200, self._model_object(name))
 
     async def _tokenize(self, exchange: Exchange) -> None:
-        body = await exchange.body(self.settings.max_body_bytes)  # slow senders take no place
+        body = await exchange.body(self.settings.max_body_bytes)  # a slow sender takes no place
         with self.admission.place():
             request = parse(body, TokenizeRequest)
             self._check_model(request.model)
@@ -227,7 +230,7 @@ class ApiServer:
         await exchange.reply(200, document)
 
     def _require_pool_key(self, request: Request) -> None:
-        """Check the key: clients may read the pool's size, only the operator may set it. Raises
+        """Check the key. Clients may read the pool's size, but only the operator may set it. Raises
         :class:`ApiError` (401, 403)."""
         api_key, operator_key = self.settings.api_key, self.settings.operator_key
         if operator_key is not None and has_key(request, operator_key):
@@ -252,8 +255,8 @@ class ApiServer:
             await exchange.reply(200, {"status": "ok"})
 
     async def _metrics(self, exchange: Exchange) -> None:
-        """Answer with metrics. The engine's values are from before its current step, so that a scrape does
-        not wait for it."""
+        """Answer with metrics. The engine's values are those before its current step, so that a scrape does
+        not wait for the step."""
         store = await asyncio.to_thread(self._store.stats)
         snapshot = Snapshot(
             self.engine.stats, store, self.admission.requests, self.admission.tokens, self.engine.errors
@@ -340,7 +343,7 @@ class ApiServer:
                     echoes=plan.echoes,
                 )
                 place.take(plan.tokens)
-                # Prompts of another adapter have other pages, so they are not compared.
+                # A prompt for another adapter has other pages, so it is not compared.
                 key = f"{request.model} {exchange.request.headers.get('authorization', '')}"
                 report = await self._report(plan, key)
                 job = await self._submit(plan)
@@ -357,8 +360,8 @@ class ApiServer:
     # -- the cache's report --------------------------------------------------------------------------
 
     async def _report(self, plan: PlannedRequest, key: str) -> CacheReport:
-        """Return what the request asked for about the cache. This is the state before the engine has the
-        request, and the engine's steps do not wait for it."""
+        """Return the report on the cache that the request has asked for. It describes the state before the
+        engine gets the request. The engine's steps do not wait for the report."""
         request, compared = plan.request, plan.request.compared_with
         if not request.explain_cache and compared is None:
             return CacheReport()
@@ -366,12 +369,13 @@ class ApiServer:
         return await asyncio.to_thread(self._report_of, plan, kept)
 
     def _report_of(self, plan: PlannedRequest, kept: KeptPrompt | None) -> CacheReport:
-        """Return the report. Runs on another thread: it looks at the disk, and renders messages."""
+        """Return the report. Make the report on another thread, because this reads the disk and renders
+        messages."""
         diagnostics = None
         if plan.request.compared_with is not None:
             diagnostics = NOT_FOUND if kept is None else UNAVAILABLE
             if kept is not None and plan.kept is not None:
-                with contextlib.suppress(ApiError):  # the template refuses the first messages alone
+                with contextlib.suppress(ApiError):  # the template may refuse the first messages alone
                     diagnostics = compare(
                         kept,
                         plan.kept,
@@ -384,7 +388,7 @@ class ApiServer:
         explanations = [
             self._store.explain(
                 self._store.prompt(prompt, adapter=self._adapters.get(plan.request.model, "")),
-                max_tokens=len(prompt) - 1,  # the engine computes one token in any case
+                max_tokens=len(prompt) - 1,  # the engine always computes at least one token
                 timeout_s=max(ends - time.monotonic(), 0.0),
             )
             for prompt in plan.prompts
@@ -397,20 +401,22 @@ class ApiServer:
         return len(self._tokenizer.encode(self._planner.chat_text(request, count), begin=False))
 
     def _miss_place(self, request: GenerationRequest, number: int, explanation: Explanation) -> Json:
-        """Return where a prompt diverges from the nearest held one; empty if unknown."""
+        """Return where a prompt diverges from the held prompt that is most similar to it. Return nothing if
+        that is unknown."""
         for miss in explanation.misses:
             if miss.at is not None:
                 return self._place(request, number, miss.at, miss.held_tokens)
         return {}
 
     def _place(self, request: GenerationRequest, number: int, token: int, held_tokens: Sequence[int]) -> Json:
-        """Return where a prompt diverges from another one, in the words of the request; empty if unknown."""
+        """Return where a prompt diverges from another prompt, as a message and character of the request.
+        Return nothing if that is unknown."""
         if isinstance(request, ChatRequest):
             text, render = self._planner.chat_text(request), partial(self._planner.chat_text, request)
-            with contextlib.suppress(ApiError):  # the template refuses the first messages alone
+            with contextlib.suppress(ApiError):  # the template may refuse the first messages alone
                 return place_document(token, held_tokens, text, self._tokenizer, request.messages, render)
             return {}
-        assert isinstance(request, CompletionRequest), "there are two kinds of requests"
+        assert isinstance(request, CompletionRequest), "a request is either a completion or a chat"
         asked = request.prompts[number]
         if not isinstance(asked, str):
             return {}
@@ -473,7 +479,8 @@ class ApiServer:
         await exchange.end_events()
 
     def _handed(self, request: GenerationRequest, choices: Choices) -> Json:
-        """Return the fields that the engine which continues the prompt needs; empty without a hand-over."""
+        """Return the fields that another engine needs to continue the prompt. Return nothing if the prompt is
+        not handed over."""
         if not request.hands_over:
             return {}
         promised = Promise(choices.firsts[0].submitted_tokens, self.settings.handover_s)
@@ -487,7 +494,7 @@ class ApiServer:
 
     @asynccontextmanager
     async def _watched(self, exchange: Exchange) -> AsyncIterator[_EngineWatch]:
-        """Cancel the watch's job if the client disconnects or the time is over."""
+        """Cancel the request's work if the client disconnects or the time limit is over."""
         watch = _EngineWatch()
 
         def expire() -> None:

@@ -1,8 +1,8 @@
 """Turn messages into a prompt, with the model's chat template.
 
-Templates are written in Jinja, with the interface that Hugging Face defines. They come with models from any
-source, so they run in Jinja's sandbox. (transformers has the same function, but takes seconds and hundreds of
-megabytes to import. Jinja is installed with torch.)
+Templates are written in Jinja, with the interface that Hugging Face defines. A template is part of a model
+from any source, so it runs in Jinja's sandbox. (transformers has the same function, but takes seconds and
+hundreds of megabytes to import. Jinja is installed with torch.)
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PLAIN = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""The template for models with random weights, which have none."""
+"""The template for models with random weights, because these models have no template."""
 
 
 class ChatTemplate:
@@ -55,9 +55,9 @@ class ChatTemplate:
         *,
         answer: bool = True,
     ) -> str:
-        """Return the prompt, up to where the answer begins, or without ``answer`` to the end of the last
-        message. Raises :class:`ApiError` (400) if the template
-        refuses the messages, for example because roles do not alternate."""
+        """Return the prompt up to the place where the answer begins or, without ``answer``, to the end of the
+        last message. Raises :class:`ApiError` (400) if the template refuses the messages, for example because
+        roles do not alternate."""
         try:
             text = self._template.render(
                 self._special_tokens,
@@ -99,7 +99,7 @@ def load_template(
 
 
 class _RefusedError(Exception):
-    """An error from the template's own ``raise_exception``."""
+    """Raised by a template that calls ``raise_exception``."""
 
 
 def _refuse(message: str) -> NoReturn:

@@ -1,8 +1,8 @@
 """Limit HTTP connections of uvicorn, by the rule of :mod:`tierstore.wire.listener`.
 
-uvicorn takes any number of connections and lets a connection stay silent forever. So connections are accepted
-here, and each is given to uvicorn with a place. The place is waiting until a whole request has arrived,
-including its body, and again after the answer.
+uvicorn takes any number of connections and lets a connection stay silent forever. This module therefore
+accepts connections, and gives each connection to uvicorn with a place among the served ones. A place counts
+as waiting until a whole request has arrived, including its body, and again after the answer.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from tierstore.wire.listener import Listener, ListenerPlace, Places
 from tierstore_engine.server.errors import ApiError
 
 BODY_S = 30.0  # time limit for a body
-PROBES = frozenset({"/health", "/metrics"})  # answered regardless of the number of requests
+PROBES = frozenset({"/health", "/metrics"})  # these paths are answered regardless of the number of requests
 _MOST_SERVED = 1024
-_OTHERS = 128  # descriptors of everything except connections
+_OTHERS = 128  # file descriptors for everything except connections
 _MOST_HEAD_BYTES = 64 << 10
 _RETRY_S = 1
 
@@ -35,7 +35,8 @@ def most_served(descriptors: int) -> int:
 
 
 class BoundedServer(uvicorn.Server):
-    """uvicorn for connections that are accepted here. ``served`` is how many may have a request at once."""
+    """A uvicorn server for connections that this module accepts. ``served`` is the number of connections that
+    may have a request at the same time."""
 
     def __init__(self, config: uvicorn.Config, listening: Sequence[socket.socket], served: int) -> None:
         super().__init__(config)
@@ -72,7 +73,7 @@ class BoundedServer(uvicorn.Server):
 
 
 def _with_place(base: type[Any]) -> type[Any]:
-    """Return uvicorn's protocol class (one of two) for a connection with a place."""
+    """Return uvicorn's protocol class (of httptools or h11), extended for connections with a place."""
 
     class WithPlace(base):  # type: ignore[misc]
         def __init__(self, place: ListenerPlace, **options: Any) -> None:

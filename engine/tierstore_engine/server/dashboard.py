@@ -25,7 +25,7 @@ from tierstore_engine.server.admission import Admission
 from tierstore_engine.stepping import EngineThread
 
 _LATELY_S = 60.0
-_MOST_REQUESTS = 4096  # kept requests of the last minute
+_MOST_REQUESTS = 4096  # the most requests of the last minute that are kept
 _MOST_GAPS = 16384  # kept gaps between tokens
 _LONG_STEP_S = 5.0
 _TIERS = ("hbm", "host", "disk")
@@ -52,7 +52,7 @@ class Lately:
         self._itl_s: deque[Timed] = deque(maxlen=_MOST_GAPS)
 
     def ended(self, completions: Iterable[Completion]) -> None:
-        """Add one continuation of each prompt."""
+        """Add an ended request, with one continuation of each prompt."""
         now = self._clock()
         for completion in completions:
             metrics = completion.metrics
@@ -88,7 +88,7 @@ class _ServerMoment:
 
 
 class EngineDashboard:
-    """Make one sample after the other, on the event loop. ``store`` is called on another thread."""
+    """Makes one sample after the other, on the event loop. ``store`` is called on another thread."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class EngineDashboard:
         self._moments: deque[_ServerMoment] = deque()
 
     async def look(self) -> Sample:
-        """Return the current state; of the engine, the state before its current step."""
+        """Return the current state. The engine's part is its state before the current step."""
         store = await asyncio.to_thread(self._store)
         lately = self.lately
         now = _ServerMoment(

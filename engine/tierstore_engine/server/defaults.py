@@ -25,7 +25,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """The values of sampling fields that a request leaves out. Without arguments they are OpenAI's."""
+    """The values of sampling fields that a request leaves out. The default values of these fields are
+    OpenAI's."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -38,7 +39,8 @@ OPENAI_DEFAULTS = SamplingDefaults()
 
 
 class _GenerationConfig(Struct, frozen=True):
-    """The fields of ``generation_config.json`` that are read, None if the file lacks them."""
+    """The fields of ``generation_config.json`` that this engine reads. A field that the file does not have is
+    None."""
 
     do_sample: bool | None = None
     temperature: Temperature | None = None
@@ -49,8 +51,8 @@ class _GenerationConfig(Struct, frozen=True):
 
 
 def load_defaults(folder: Path | None) -> SamplingDefaults:
-    """Return the sampling defaults of a model folder's ``generation_config.json``, and log a warning with
-    them.
+    """Return the sampling defaults in the ``generation_config.json`` of a model's folder, and log them as a
+    warning.
 
     A field that the file lacks has OpenAI's default, and so has every field of a model without the file.
     ``"do_sample": false`` means temperature 0. Raises :class:`ModelError` for a file that cannot be read and
@@ -74,5 +76,9 @@ def load_defaults(folder: Path | None) -> SamplingDefaults:
         found["temperature"] = 0.0
     if found:
         said = ", ".join(f"{name} {value:g}" for name, value in found.items())
-        _log.warning("sampling defaults are those of %s: %s (--generation-config none: OpenAI's)", file, said)
+        _log.warning(
+            "sampling defaults are those of %s: %s (--generation-config none: OpenAI's)",
+            file,
+            said,
+        )
     return SamplingDefaults(**found)

@@ -1,14 +1,15 @@
 """Reasons for missed prompt tokens, in the form of the API.
 
-Two questions have an answer here:
+This module answers two questions:
 
-- Why was this token not in the cache? The store's explanation of the prompt, taken when the request arrived,
-  is adjusted to the tokens that were really reused (:func:`~tierstore_connectors.common.explaining.missed`).
+- Why was this token not in the cache? The store explains the prompt when the request arrives. This
+  explanation is then adjusted to the tokens that were really reused
+  (:func:`~tierstore_connectors.common.explaining.missed`).
 - How does this prompt differ from an earlier one? The server keeps its last prompts (:class:`KeptPrompts`),
-  and compares two of them (:func:`compare`). The form is that of ``prompt_cache_diagnostics`` in OpenAI's
-  Responses API.
+  and compares two of them (:func:`compare`). The answer has the form of ``prompt_cache_diagnostics`` in
+  OpenAI's Responses API.
 
-No text or token of another request is ever part of an answer, only positions.
+An answer never contains text or tokens of another request, only positions.
 """
 
 from __future__ import annotations
@@ -41,14 +42,15 @@ NOT_FOUND: Json = {"type": "comparison_response_not_found"}
 UNAVAILABLE: Json = {"type": "unavailable"}
 _SAME: Json = {"type": "cache_hit"}
 
-_MESSAGE_BYTES = 256  # memory of a message, without its text
+_MESSAGE_BYTES = 256  # bytes of memory of a message, without its text
 
 
 # -- why tokens were missed --------------------------------------------------------------------------------
 
 
 def miss_document(miss: Miss, place: Mapping[str, Any]) -> Json:
-    """Return a miss in the form of the API. ``place`` is added to it: see :func:`place_document`."""
+    """Return a miss in the form of the API, with the fields of ``place`` added (see
+    :func:`place_document`)."""
     details: Json = {
         "tier": miss.tier,
         "age_s": miss.age_s,
@@ -78,15 +80,17 @@ def place_document(
     messages: Sequence[ChatMessage],
     render: Callable[[int], str],
 ) -> Json:
-    """Return where a prompt diverges at ``token`` from another one, which continues with ``held_tokens``: the
-    message and the character in it, or without messages the character of the prompt. Returns nothing if that
-    is unknown. ``render``: see :func:`~tierstore_engine.server.places.message_place`."""
+    """Return where a prompt diverges at ``token`` from another prompt, which continues with ``held_tokens``.
+    This is a message and a character in it or, for a prompt without messages, a character of the prompt.
+    Return nothing if that is unknown. ``render``: see
+    :func:`~tierstore_engine.server.places.message_place`."""
     starts = tokenizer.starts(text, begin=not messages)
     if token >= len(starts):
         return {}
     at = starts[token]
     held = b"".join(takewhile(bool, map(tokenizer.token_bytes, held_tokens)))
-    at += common_length(text[at:], held.decode(errors="ignore"))  # within the first token that differs
+    # the difference lies within the first token that differs
+    at += common_length(text[at:], held.decode(errors="ignore"))
     if not messages:
         return {"character": at}
     place = message_place(messages, text, at, render)
@@ -101,8 +105,8 @@ class CacheReport:
     """The answer to a request's questions about the cache.
 
     ``explanations`` has one entry for each prompt, and ``places`` says where each of them diverges. They are
-    None and empty if the request did not ask. So is ``diagnostics``. ``computes``: the engine loads
-    nothing.
+    None and empty if the request did not ask for reasons. So is ``diagnostics``. ``computes`` says that the
+    engine loads nothing for this request.
     """
 
     explanations: Sequence[Explanation] | None = None
@@ -123,7 +127,8 @@ class CacheReport:
         return spent
 
     def _misses(self, number: int, explanation: Explanation, place: Json, reused: int) -> list[Json]:
-        """Return why tokens of one prompt were missed. ``prompt`` is its number if there are several."""
+        """Return why tokens of one prompt were missed. ``prompt`` is the prompt's number if the request has
+        several prompts."""
         assert self.explanations is not None
         of = {"prompt": number} if len(self.explanations) > 1 else {}
         misses = missed(explanation, reused, computes=self.computes)
@@ -145,8 +150,8 @@ class KeptMessage:
 
 @dataclass(frozen=True, slots=True)
 class KeptPrompt:
-    """A prompt that later requests are compared with: a chat, or a completion's text. ``text`` is None for a
-    chat and for token ids."""
+    """A kept prompt, with which later prompts are compared: a chat, or a completion's text. ``text`` is None
+    for a chat and for token ids."""
 
     tokens: bytes
     messages: tuple[KeptMessage, ...] = ()
@@ -170,7 +175,7 @@ class KeptPrompt:
 
     @property
     def nbytes(self) -> int:
-        """Return about how much memory it takes."""
+        """Return about how much memory the kept prompt takes."""
         texts = [each.text for each in self.messages]
         texts += [
             self.text or "",
@@ -181,9 +186,9 @@ class KeptPrompt:
 
 
 class KeptPrompts:
-    """The last prompts of a server, by the id of their answer. Used on one event loop.
+    """The last prompts of a server, by the id of their answer. Use it on one event loop.
 
-    Each belongs to the key that its client sent, and is only found with that key.
+    Each prompt belongs to the API key that its client sent, and is found only with this key.
     """
 
     def __init__(self, *, most_prompts: int = MOST_PROMPTS, most_bytes: int = MOST_BYTES) -> None:
@@ -196,7 +201,7 @@ class KeptPrompts:
         return len(self._prompts)
 
     def add(self, key: str, response_id: str, prompt: KeptPrompt) -> None:
-        """Keep a prompt. The oldest ones are dropped beyond the limits."""
+        """Keep a prompt. The oldest prompts are dropped if the limits are exceeded."""
         self._prompts[_owned(key, response_id)] = prompt
         self.nbytes += prompt.nbytes
         while len(self._prompts) > self._most_prompts or self.nbytes > self._most_bytes:
@@ -244,8 +249,9 @@ def _difference(
     messages_alone: Callable[[int], int],
     place: Callable[[int, Sequence[int]], Json],
 ) -> Json | None:
-    """Return where two prompts differ whose tokens differ after ``common``; None if only the beginning of an
-    answer differs, in which the earlier prompt ends and the current one has an answer."""
+    """Return where two prompts differ whose tokens differ after ``common`` tokens. Return None if they differ
+    only because the earlier prompt ends with the beginning of an answer and the current one has the whole
+    answer there."""
     if not kept.messages or not current.messages:
         if kept.text is None or current.text is None:
             return {"detail": f"the prompt differs at token {common}"}
@@ -264,7 +270,7 @@ def _difference(
         found["chat_template_kwargs"] = names
         details.append(f"chat_template_kwargs differ in {', '.join(names)}")
     if not details:
-        # The last token before an answer may merge with the answer's first.
+        # The last token before an answer may merge with the answer's first token.
         if common >= messages_alone(min(len(kept.messages), len(current.messages))) - 1:
             return None
         held = kept.tokens[common * TOKEN_BYTES : (common + CONTEXT_TOKENS) * TOKEN_BYTES]

@@ -32,7 +32,8 @@ JSON = "application/json"
 
 T = TypeVar("T")
 
-_DISCARDED_BODIES = 32  # how much of a too large body is read, so that its sender receives the answer
+# how much of a body that is too large is read, so that its sender still receives the answer
+_DISCARDED_BODIES = 32
 
 
 class Exchange:
@@ -40,8 +41,8 @@ class Exchange:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.request = Request(scope, receive)
-        self.status = 0  # 0 until it was sent
-        self.ended = False  # whether the last part was sent
+        self.status = 0  # the status of the answer; 0 until it has been sent
+        self.ended = False  # whether the last part of the answer has been sent
         self._receive = receive
         self._asgi_send = send
         self._scope = scope
@@ -104,8 +105,8 @@ class Exchange:
     async def _send(self, message: Message) -> None:
         """Send an ASGI message. Raises :class:`ClientDisconnect`.
 
-        An ASGI server may raise :class:`OSError` here once the client has left. An ``OSError`` from anywhere
-        else is an error of the handler.
+        An ASGI server may raise :class:`OSError` here when the client has disconnected. An ``OSError`` from
+        any other place is an error of the handler.
         """
         try:
             await self._asgi_send(message)
@@ -143,18 +144,19 @@ Handler: TypeAlias = Callable[[Exchange], Awaitable[None]]
 
 
 class Counts(Protocol):
-    """Counters of exchanges: ``requests`` by endpoint and status, ``hang_ups`` of clients."""
+    """Counters: ``requests`` by endpoint and status, and ``hang_ups``, the clients that disconnected
+    early."""
 
     requests: Counter
     hang_ups: Counter
 
 
 class MeteredRoute:
-    """An ASGI application for one route: it answers every error, and counts every answer.
+    """An ASGI application for one route. It answers the client after every error, and counts every answer.
 
     With ``api_key`` a request must carry the key. With ``host``, the address that the server listens at, a
-    request for another host gets 421 (:func:`~tierstore.wire.local_address.foreign_host`). ``error_of`` turns
-    an exception of ``handler`` into an answer.
+    request for another host gets 421 (:func:`~tierstore.wire.local_address.foreign_host`). ``error_of``
+    converts an exception of ``handler`` into an error for the client.
     """
 
     def __init__(
@@ -197,7 +199,7 @@ def has_key(request: Request, api_key: str) -> bool:
 
 
 def require_key(request: Request, api_key: str) -> None:
-    """Raise :class:`ApiError` (401) without the right key."""
+    """Raise :class:`ApiError` (401) if the request does not have the right key."""
     if not has_key(request, api_key):
         raise ApiError(401, "this server needs an API key: send Authorization: Bearer KEY")
 
@@ -211,7 +213,7 @@ def require_host(request: Request, served_at: str) -> None:
 
 
 def decode_json(body: bytes, kind: type[T]) -> T:
-    """Return ``body`` as a ``kind``. Raises :class:`ApiError` (400) if it is not JSON in UTF-8, and
+    """Decode ``body`` into the type ``kind``. Raises :class:`ApiError` (400) if it is not JSON in UTF-8, and
     :class:`msgspec.ValidationError` for JSON of another type."""
     try:
         return msgspec.json.decode(body, type=kind)
@@ -230,8 +232,8 @@ async def not_routed(request: Request, error: Exception) -> Response:
 
 @contextmanager
 def listening_at(host: str, port: int) -> Iterator[list[socket.socket]]:
-    """Bind the sockets before anything else is done, so that an address in use is reported at once. Port 0 is
-    any free port. Raises :class:`UsageError`."""
+    """Return sockets that are bound to an address. Call this before any other work, so that an address in use
+    is reported at once. Port 0 means any free port. Raises :class:`UsageError`."""
     sockets = tcp_sockets(host, port)
     try:
         yield sockets
@@ -253,8 +255,8 @@ async def serve_app(
     """Serve until SIGTERM or SIGINT, then wait for ``drain``; a second signal ends at once. End without
     draining when ``failed`` is set.
 
-    A line on ``err`` that begins with ``announce`` has the address. A request takes ``descriptors`` file
-    descriptors, including its connection's.
+    Write a line to ``err`` that begins with ``announce`` and has the address. A request needs ``descriptors``
+    file descriptors, including that of its connection.
     """
     config = uvicorn.Config(
         app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=1, ws="none"
@@ -277,7 +279,8 @@ async def serve_app(
             await asyncio.sleep(0.01)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal)  # replaces uvicorn's handler, which does not drain
+            # this replaces uvicorn's handler, which does not wait for running requests
+            loop.add_signal_handler(number, on_signal)
         freeze_heap()
         host, port = listening[0].getsockname()[:2]
         name = f"[{host}]" if ":" in host else host

@@ -19,7 +19,8 @@ _PREFIX = "tierstore_engine"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The state at one moment. ``store`` is None without a store, or if it did not answer."""
+    """The state of the engine and its store at one moment. ``store`` is None if there is no store, or if it
+    did not answer."""
 
     engine: EngineStats
     store: StoreStats | None
@@ -29,7 +30,7 @@ class Snapshot:
 
 
 class ServerMetrics:
-    """The server's counters. Used on the event loop; :meth:`text` runs on any thread."""
+    """The server's counters. Use it on the event loop; :meth:`text` may run on any thread."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
@@ -57,7 +58,7 @@ class ServerMetrics:
         self._started.set_to_current_time()
 
     def served(self, seconds: float, first: list[Completion]) -> None:
-        """Count an answered request; ``first`` has one continuation of each of its prompts."""
+        """Count an answered request. ``first`` has one continuation of each of its prompts."""
         self._seconds.observe(seconds)
         for completion in first:
             metrics = completion.metrics

@@ -1,6 +1,7 @@
-"""Read the images of a request: ``data:`` URLs of PNG, JPEG and WebP, decoded by Pillow within limits.
+"""Read the images of a request, which are ``data:`` URLs of PNG, JPEG and WebP files. Pillow decodes them
+within limits.
 
-The size of an image is read from its header, before any pixel is decoded. No URL is ever fetched.
+The size of an image is read from its header, before any pixel is decoded. The server never fetches a URL.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def read_image(url: str) -> Image:
 
 
 def _upright(image: Image) -> Image:
-    """Return an image in the orientation that its EXIF data give. (Pillow's own function for this also writes
-    the data again, and some cannot be written.)"""
+    """Return an image in the orientation that its EXIF data give. (Pillow's own function also writes the EXIF
+    data again, and some EXIF data cannot be written.)"""
     from PIL.Image import Transpose
 
     turns = {

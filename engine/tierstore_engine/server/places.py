@@ -2,10 +2,10 @@
 
 A chat template turns messages into one text. In most templates the text of the first messages is a prefix of
 the text of all messages, so rendering growing prefixes shows where each message ends. Some templates treat
-the last message differently, or move messages. There a place is only reported if the message's own text is
-found around the character.
+the last message differently, or move messages. With such a template, a place is reported only if the
+message's own text is found around the character.
 
-Everything here is pure: the caller renders.
+This module does no I/O: the caller renders the prompts.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Protocol
 
 from tierstore_engine.tokenizer import common_length
 
-_LOOK_BACK = 4  # messages before the one that a character seems to belong to
+_LOOK_BACK = 4  # how many messages before the likely one are tried, too
 
 
 class Spoken(Protocol):
-    """A message: who says what."""
+    """A message: its role and its text."""
 
     @property
     def role(self) -> str: ...
@@ -33,9 +33,9 @@ class Spoken(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MessagePlace:
-    """A place in a chat. ``message`` counts from 0. ``character`` counts within the message's text, and is
-    None for what the template writes before or after that text. If the prompt has only the beginning of a
-    message's text, its end is the first character that the prompt lacks."""
+    """A place in a chat. ``message`` counts from 0. ``character`` is counted in the message's text. It is
+    None for text that the template writes before or after that text. If the prompt has only the beginning of
+    a message's text, ``character`` is the first one that is missing."""
 
     message: int
     role: str
@@ -72,7 +72,8 @@ def message_place(
 
     @cache
     def end(count: int) -> int:
-        """Return where the first messages end, as far as their own text agrees with the whole."""
+        """Return where each of the first messages ends in the prompt. Stop at the first message whose
+        rendered text differs from the prompt's."""
         return common_length(prefix(count), text)
 
     def exact(count: int) -> bool:
@@ -81,7 +82,8 @@ def message_place(
     number = bisect_right(range(1, len(messages) + 1), at, key=end)
     if number == len(messages):
         return None
-    # A message that the template writes differently at a prompt's end seems to end early.
+    # If the template renders a message differently at the end of a prompt, the message seems to end too
+    # early.
     first = next((each for each in range(number, max(number - _LOOK_BACK, -1), -1) if exact(each)), None)
     if first is None:
         return None
@@ -91,8 +93,8 @@ def message_place(
         shown = message.text.strip()
         whole = text
         if shown not in text and at <= end(each + 1):
-            # The template drops a part of this message because of later ones, such as the reasoning of old
-            # answers. Up to the place the prompt is as without the later ones.
+            # The template drops a part of this message because of later messages, such as the reasoning of
+            # old answers. Before this place, the prompt is the same as without the later messages.
             whole = prefix(each + 1)
         begin = whole.find(shown, behind) if shown else -1
         if begin < 0 or begin > at:
@@ -100,7 +102,8 @@ def message_place(
         behind = begin + len(shown)
         if at <= behind:
             if whole.find(shown, begin + 1, at + len(shown)) >= 0:
-                return None  # such as a message of one letter, which is also in the template's text
+                # for example, the text of the message is one letter, which the template's text also has
+                return None
             dropped = len(message.text) - len(message.text.lstrip())
             return MessagePlace(each, message.role, at - begin + dropped)
     if first == number and exact(number + 1):

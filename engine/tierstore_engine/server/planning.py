@@ -1,4 +1,5 @@
-"""From a parsed request to the engine's prompts, and back to its choices. The server and batches share it."""
+"""Make the engine's prompts from a parsed request, and the answer's choices from the engine's outputs. The
+server and batches use this module."""
 
 from __future__ import annotations
 
@@ -48,8 +49,9 @@ class PlannedRequest:
     session: str | None
     ttft_slo_s: float | None
     promise: Promise | None
-    kept: KeptPrompt | None  # for later comparisons; None for several prompts
-    echoes: list[str] = field(default_factory=list)  # the text of each prompt, if choices begin with it
+    kept: KeptPrompt | None  # the prompt for later comparisons; None if there are several prompts
+    # the text of each prompt, if its choices begin with this text
+    echoes: list[str] = field(default_factory=list)
     images: tuple[PromptImage, ...] = ()  # those of a chat
 
     @property
@@ -57,7 +59,7 @@ class PlannedRequest:
         return sum(map(len, self.prompts))
 
     def add(self, engine: Engine) -> list[RequestId]:
-        """Add all prompts to the engine, or none. Runs on the engine's thread."""
+        """Add all prompts to the engine, or none. Call it on the engine's thread."""
         ids: list[RequestId] = []
         try:
             for number, prompt in enumerate(self.prompts):
@@ -276,7 +278,7 @@ class RequestPlanner:
 
 
 def cut_off(completion: Completion | None) -> bool:
-    """Return whether a continuation ended before its end."""
+    """Return whether a continuation was cut off."""
     return completion is not None and completion.finish_reason in (FinishReason.CANCELLED, FinishReason.ERROR)
 
 
@@ -286,7 +288,7 @@ def _mean_logprob(completion: Completion) -> float:
 
 
 def api_error(error: Exception) -> ApiError:
-    """Return what a client is told about an error. An unknown one is logged."""
+    """Return the error for the client. An unexpected exception is also logged."""
     match error:
         case ApiError():
             return error

@@ -1,7 +1,7 @@
 """Requests as types.
 
-Unknown fields and values out of range are refused with the field's name, so that a client learns that it does
-not get what it asked for.
+Unknown fields and values out of range are refused with the field's name, so that the server ignores no field
+without telling the client.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class CacheHints(Struct, forbid_unknown_fields=True, frozen=True):
 
 
 class KVTransferParams(Struct, forbid_unknown_fields=True):
-    """vLLM's parameters: ``{"tierstore": {…}}``, and the two sides of a hand-over
+    """vLLM's transfer parameters: ``{"tierstore": {…}}``, and the parameters of both engines in a hand-over
     (:mod:`tierstore_connectors.common.handover`). Fields of vLLM's other connectors must be null."""
 
     tierstore: CacheHints = CacheHints()
@@ -92,7 +92,7 @@ class KVTransferParams(Struct, forbid_unknown_fields=True):
 
     @property
     def promise(self) -> Promise | None:
-        """Return the promise of the engine that has computed the prompt."""
+        """Return the promise of the engine that computes the prompt."""
         ours = self.tierstore
         if not self.do_remote_prefill or not ours.tokens:
             return None
@@ -112,9 +112,9 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields of both kinds of completion. ``null`` is the same as leaving a field out.
 
     ``top_k``, ``min_p``, ``repetition_penalty``, ``ignore_eos``, ``stop_token_ids``, ``priority`` (lower ones
-    come first) and ``kv_transfer_params`` are vLLM's extensions of OpenAI's API. ``ttft_slo_s`` is this
-    server's: a request whose first token cannot be there by then is refused. So is ``explain_cache``: the
-    usage says why prompt tokens were not cached.
+    come first) and ``kv_transfer_params`` are vLLM's extensions of OpenAI's API. Two fields exist in this
+    server only. A request whose first token cannot be ready within ``ttft_slo_s`` seconds is refused. With
+    ``explain_cache``, the usage says why prompt tokens were not cached.
     """
 
     model: Name
@@ -143,7 +143,7 @@ class GenerationRequest(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def compared_with(self) -> str | None:
-        """Return the id of the answer whose prompt this one is compared with."""
+        """Return the id of the earlier answer with whose prompt this prompt is compared."""
         options = self.prompt_cache_options
         return options.comparison_response_id if options is not None else None
 
@@ -307,8 +307,8 @@ class ImagePart(Struct, forbid_unknown_fields=True, tag_field="type", tag="image
 
 
 class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
-    """One turn of a conversation. It accepts an earlier answer in the form in which OpenAI's client sends it
-    back, if that is text."""
+    """One turn of a conversation. An earlier answer is accepted in the form in which OpenAI's client sends it
+    back, if it is text."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Text | Annotated[list[TextPart | ImagePart], Meta(max_length=1 << 16)] | None = None
@@ -328,7 +328,7 @@ class ChatMessage(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def images(self) -> list[str]:
-        """Return the URLs of its images."""
+        """Return the URLs of the message's images."""
         parts = self.content if isinstance(self.content, list) else ()
         return [part.image_url.url for part in parts if isinstance(part, ImagePart)]
 

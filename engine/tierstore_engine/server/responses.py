@@ -1,4 +1,4 @@
-"""Answers to clients: OpenAI's objects, whole or in chunks."""
+"""Answers to clients as OpenAI's objects, complete or in chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Json = dict[str, Any]
 def usage(prompts: Iterable[RequestMetrics], generated: int) -> Json:
     """Return OpenAI's usage object. ``prompts`` has the metrics of one continuation of each prompt.
 
-    Cached tokens are those whose KV came from the cache; here they are also counted by tier.
+    Cached tokens are prompt tokens whose KV came from the cache. This server also counts them by tier.
     """
     by_tier: Counter[str] = Counter()
     prompt_tokens = 0
@@ -82,7 +82,8 @@ class Answer(ABC):
         return {**self._head, "object": self.whole_kind, "choices": choices, **spent}
 
     def opening(self, index: int) -> Json | None:
-        """Return the chunk before a choice's first token; None if there is none."""
+        """Return the chunk before a choice's first token. Return None if this kind of answer has no such
+        chunk."""
         return None
 
     def chunk(self, index: int, output: StepOutput) -> Json | None:
@@ -92,8 +93,8 @@ class Answer(ABC):
         return self._chunk([self._piece(index, output)])
 
     def closing(self, spent: Json, handed: Json) -> Json | None:
-        """Return the last chunk: ``spent`` if the client asked for the usage, and ``handed``, what the engine
-        that continues the prompt needs. None without either."""
+        """Return the last chunk. It has ``spent`` if the client asked for the usage, and ``handed``, the
+        fields for the engine that continues the prompt. None without either."""
         fields = {**(spent if self._include_usage else {}), **handed}
         return {**self._chunk([]), **fields} if fields else None
 
@@ -102,8 +103,8 @@ class Answer(ABC):
         return {**chunk, "usage": None} if self._include_usage else chunk
 
     def _names(self, tokens: Sequence[TokenLogprob]) -> list[str]:
-        """Name each token by its text. If several tokens have one text, such as parts of characters, the
-        first gets it. The others are named by their bytes or ids."""
+        """Name each token by its text. If several tokens have the same text, such as parts of characters,
+        only the first gets it as its name. The names of the other tokens are their bytes or ids."""
         names: list[str] = []
         for each in tokens:
             data = self._tokenizer.token_bytes(each.token)
@@ -121,8 +122,8 @@ class Answer(ABC):
 
 @dataclass
 class _Offsets:
-    """The offsets of a choice's tokens in its text. ``waiting`` are tokens not reported yet, ``told`` counts
-    the reported ones."""
+    """The offsets of a choice's tokens in its text. ``waiting`` are the tokens that were not reported yet,
+    and ``told`` is the number of reported ones."""
 
     detokenizer: Detokenizer
     waiting: list[StepLogprobs] = field(default_factory=list)

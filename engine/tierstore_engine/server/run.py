@@ -37,7 +37,7 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
     """Serve until SIGTERM or SIGINT. Raises :class:`~tierstore.errors.TierStoreError` with a one-line
     message.
 
-    Everything that can be checked first is checked before weights are read and before a store is opened.
+    All checks that need neither weights nor a store are done before weights are read and a store is opened.
     """
     err = err or sys.stderr
     logging.basicConfig(level=logging.WARNING, format=_LOG_FORMAT, stream=err)
@@ -49,7 +49,7 @@ def run(options: ServeOptions, server: ServerSettings, *, err: TextIO | None = N
         raise UsageError(f"--adapter {server.model_name} has the model's name: give it another one")
     template = load_template(opened.folder, server.chat_template, gguf=opened.gguf)
     defaults = OPENAI_DEFAULTS if server.generation_config == NONE else load_defaults(opened.folder)
-    options.overflow_of(opened.device)  # refuses what does not fit together
+    options.overflow_of(opened.device)  # this refuses options that do not fit together
     spec = opened.config.kv_spec(chunk_tokens=options.chunk_tokens)
     settings.check_chunk(spec.chunk_tokens)
     pages = _pool_pages(options, opened, spec)

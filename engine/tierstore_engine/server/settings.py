@@ -29,11 +29,11 @@ class ServerSettings:
     - ``generation_config``: ``auto`` takes sampling defaults from the model's ``generation_config.json``,
       ``none`` takes OpenAI's.
     - ``max_requests``, ``max_queued_tokens``: limits on running and waiting HTTP requests and on their prompt
-      tokens. A single request may have more tokens. Further requests get 429.
+      tokens. A request that is alone may have more tokens. Further requests get 429.
     - ``max_body_bytes``, ``max_choices``, ``max_new_tokens``, ``request_s``: limits of one request: its body,
       its continuations (prompts times ``n`` or ``best_of``), the tokens of each, and its duration.
-    - ``ttft_slo_s``: a request whose first token cannot be ready within this time, or its own, is refused at
-      once.
+    - ``ttft_slo_s``: a request is refused at once if its first token cannot be ready within this time, or
+      within the request's own limit.
     - ``drain_s``: how long SIGTERM waits for running requests.
     - ``handover_s``: how long an engine that continues a prompt of this engine may wait for its pages.
     """
