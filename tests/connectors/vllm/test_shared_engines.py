@@ -357,8 +357,8 @@ def blocks_of(tensor: torch.Tensor, backend: str):
 @pytest.mark.parametrize(
     ("shape", "backend", "message"),
     [
-        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "CPU_ATTN(amx)", "place of keys in blocks of CPU_ATTN"),
-        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "FLASHINFER", "place of keys in blocks of FLASHINFER"),
+        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "CPU_ATTN(amx)", "order of K and V in blocks of CPU_ATTN"),
+        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "FLASHINFER", "order of K and V in blocks of FLASHINFER"),
         ((NUM_BLOCKS, 3, BLOCK, 2 * DIM), "FLASH_ATTN", "has shape"),
         ((NUM_BLOCKS, 2, BLOCK, DIM), "FLASH_ATTN", "has shape"),
         ((NUM_BLOCKS + 1, 2, BLOCK, 2 * DIM), "FLASH_ATTN", "blocks of different sizes"),
