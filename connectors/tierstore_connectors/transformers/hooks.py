@@ -1,13 +1,14 @@
-"""The places in a model that a :class:`~tierstore_connectors.transformers.cache.TierStoreCache` uses.
+"""The hooks of a model that call a :class:`~tierstore_connectors.transformers.cache.TierStoreCache`.
 
-transformers does not tell a cache its tokens. So the model is given four hooks, once. They act only in calls
-whose cache is a TierStoreCache of this very model:
+transformers does not pass tokens to a cache. So the model gets four hooks, which act only in calls whose
+cache is a TierStoreCache of this model:
 
-- ``generate``: its end is a save point.
-- ``prepare_inputs_for_generation``: the first call of a prompt loads the prompt's prefix.
-- before and after each forward pass: the tokens are noted, and saved at a prompt's end.
+- ``generate`` saves pages at its end.
+- ``prepare_inputs_for_generation`` loads a prompt's prefix in its first call for the prompt.
+- A hook before each forward pass records the tokens.
+- A hook after each forward pass saves the pages of a prompt after the prompt's first forward pass.
 
-The hooks have no state, so a copy of a model has them and uses its own caches.
+The hooks have no state, so a copy of a model has the same hooks and uses its own caches.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ class HookedCache(ABC):
 
     @abstractmethod
     def generation_begins(self, input_ids: Any, attention_mask: Any) -> None:
-        """Record the length of the prompts, because transformers may cut them, or append candidates to them.
-        Start again if the cache holds anything but a beginning of these prompts."""
+        """Record the length of the prompts, because transformers may shorten the prompts or append candidate
+        tokens to them. Reset the cache unless it holds a prefix of the prompts."""
 
     @abstractmethod
     def generation_ends(self) -> None:
-        """Save what ``generate`` has computed."""
+        """Save the pages that ``generate`` has computed."""
 
     @abstractmethod
     def prompt_begins(
         self, model: Any, ids: Any, following: int | None, arguments: Mapping[str, Any]
     ) -> int | None:
-        """Load the prefix of a prompt. Return how many of its last tokens are still to be computed, None for
-        all. ``following`` is transformers' own number, for the cache as it was."""
+        """Load the prefix of a prompt. Return how many of the prompt's last tokens must be computed, or None
+        for all. ``following`` is this number before the load, as transformers has computed it."""
 
     @abstractmethod
     def forward_begins(self, arguments: Mapping[str, Any]) -> None:
@@ -50,11 +51,11 @@ class HookedCache(ABC):
 
     @abstractmethod
     def forward_ends(self) -> None:
-        """Save the prompt after its first forward pass."""
+        """Save the pages of a prompt after the prompt's first forward pass."""
 
 
 def install(model: Any) -> None:
-    """Give ``model`` the hooks. Repeating it changes nothing."""
+    """Install the hooks in ``model``. Repeated calls do nothing."""
     generate, prepare = _methods(model.__class__)
     if getattr(vars(model).get("generate"), "__func__", None) is generate:
         return
@@ -66,8 +67,8 @@ def install(model: Any) -> None:
 
 @lru_cache(maxsize=64)
 def _methods(kind: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return ``generate`` and ``prepare_inputs_for_generation`` for models of a class. transformers reads the
-    signature of the latter."""
+    """Return ``generate`` and ``prepare_inputs_for_generation`` with hooks, for models of the class ``kind``.
+    Both keep their signature, which transformers reads."""
 
     @functools.wraps(kind.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +96,7 @@ def _methods(kind: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def _own(model: Any, arguments: Mapping[str, Any]) -> HookedCache | None:
-    """Return the cache of a call if it is one of ``model``."""
+    """Return the cache in the arguments of a call, or None if it does not belong to ``model``."""
     found = arguments.get("cache")
     if found is None:
         found = arguments.get("past_key_values")

@@ -1,4 +1,4 @@
-"""The store of one model, which all caches of that model share."""
+"""The store of one model, which all caches of the model share."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _log = logging.getLogger("tierstore_connectors.transformers")
 class CacheOptions:
     """The settings of a :class:`TierStoreCache`.
 
-    - ``namespace``: separates models that nothing else separates.
-    - ``chunk_tokens``: tokens of a page.
-    - ``lookup_s``, ``load_s``: the longest that a prompt waits for the daemon's answer, and for its pages.
-    - ``host_bytes``, ``disk_bytes``: sizes of a store in a directory.
-    - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
+    - ``namespace``: caches with different namespaces share no pages.
+    - ``chunk_tokens``: tokens per page.
+    - ``lookup_s``, ``load_s``: the most seconds that a prompt waits for a lookup and for a load.
+    - ``host_bytes``, ``disk_bytes``: the capacities of a store in a directory.
+    - ``hash_weights``: "whole" hashes weight files completely, "sample" only samples of them.
     - ``keys``, ``server_key``: key files for ``tcp://``.
     """
 
@@ -46,7 +46,8 @@ class CacheOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> CacheOptions:
-        """Check the options. Raise :class:`UsageError` for an unknown name or an invalid value."""
+        """Return the options in ``given``. Raise :class:`UsageError` for an unknown name or an invalid
+        value."""
         long = {each.name for each in fields(cls) if each.name.endswith("_bytes")}
         options = checked_options("TierStoreCache", cls, {k: v for k, v in given.items() if k not in long})
         found = cls(**options, **{name: given[name] for name in long if name in given})
@@ -58,7 +59,7 @@ class CacheOptions:
 
 
 class ModelStore(GuardedStore):
-    """The open store of one model. Close it once for each :meth:`open`."""
+    """The open store of one model. Its users call :meth:`close` once for each :meth:`open`."""
 
     _opened: ClassVar[weakref.WeakKeyDictionary[Any, dict[object, ModelStore]]] = weakref.WeakKeyDictionary()
     _opening: ClassVar = threading.Lock()
@@ -86,7 +87,7 @@ class ModelStore(GuardedStore):
             return found
 
     def share(self) -> None:
-        """Count one more user, who closes the store as well."""
+        """Count one more user, which must call :meth:`close`."""
         with self._opening:
             self.users += 1
 
@@ -124,7 +125,7 @@ class ModelStore(GuardedStore):
             wait_s=0,
             log=_log,
         )
-        store.wait_connected(options.lookup_s)  # without a daemon every lookup misses
+        store.wait_connected(options.lookup_s)  # if no daemon answers, lookups miss
         return store
 
     def changed(self, model: Any) -> bool:
