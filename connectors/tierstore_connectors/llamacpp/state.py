@@ -274,11 +274,6 @@ def write_file(state: LlamaSequence) -> list[Bytes]:
     return [_bytes(head), _flat(state.tokens.astype("<u4", copy=False)), *_written(state)]
 
 
-def write_sequence(state: LlamaSequence) -> Bytes:
-    """Return the bytes from which ``llama_state_seq_set_data`` restores ``state``."""
-    return np.concatenate([_bytes(struct.pack("<II", CONTENT_MAGIC, 0)), *_written(state)])
-
-
 def write_context(state: LlamaSequence, architecture: str) -> Bytes:
     """Return the bytes from which ``llama_state_set_data`` restores ``state`` into a context with one
     sequence."""

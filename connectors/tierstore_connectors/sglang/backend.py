@@ -41,7 +41,7 @@ from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.explaining import MissReporter
 from tierstore_connectors.common.facts import under_epoch
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
-from tierstore_connectors.sglang.config import SAMPLE, SglangSettings
+from tierstore_connectors.sglang.config import SglangSettings
 from tierstore_connectors.sglang.identity import model_digest, weights_revision
 from tierstore_connectors.sglang.pools import HostPool, PagePlaces, PoolPages
 from tierstore_connectors.sglang.queries import Queries, Query
@@ -91,7 +91,7 @@ class TierStoreHiCache(HiCacheStorage):
         if self._settings.share_engines:
             require_plain(arguments, at_start=_at_start())
         else:
-            namespace, sampled = self._settings.namespace, self._settings.hash_weights == SAMPLE
+            namespace, sampled = self._settings.namespace, self._settings.hash_weights == "sample"
             self._revision = weights_revision(arguments, namespace, sampled=sampled)
             self._model = model_digest(sglang.__version__, arguments, namespace, sampled=sampled)
         if arguments.get("hicache_host_memory_mode") == "buffer_only":
@@ -431,13 +431,11 @@ class TierStoreHiCache(HiCacheStorage):
 
     @guarded(lambda self, keys, target_locations=None, target_sizes=None: [])
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Warn about ``interface_v1``; see :meth:`get`."""
         self._warn_v1()
         return [None] * len(keys)
 
     @guarded(lambda self, key, value=None, target_location=None, target_sizes=None: False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Warn about ``interface_v1``; see :meth:`get`."""
         self._warn_v1()
         return False
 
@@ -445,7 +443,6 @@ class TierStoreHiCache(HiCacheStorage):
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Warn about ``interface_v1``; see :meth:`get`."""
         self._warn_v1()
         return False
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.daemon.settings import default_listen
-from tierstore.errors import UsageError
 from tierstore_connectors.common.options import checked_options
 
 PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
@@ -18,9 +17,6 @@ _OF_SGLANG = frozenset(
     | {"prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"}
     | {PREFIX_KEYS}
 )
-
-
-WHOLE, SAMPLE = "whole", "sample"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +43,9 @@ class SglangSettings:
     load_s: float = 10.0
     save_s: float = 10.0
     threads: int = 2
-    hash_weights: str = WHOLE
+    hash_weights: str = "whole"
     explain: bool = False
     share_engines: bool = False
-
-    def __post_init__(self) -> None:
-        if self.hash_weights not in (WHOLE, SAMPLE):
-            raise UsageError(f"hash_weights must be {WHOLE!r} or {SAMPLE!r}, got {self.hash_weights!r}")
 
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> SglangSettings:

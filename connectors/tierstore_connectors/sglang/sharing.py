@@ -44,7 +44,7 @@ from tierstore_connectors.common.shared_pages import (
     part_of_rank,
 )
 from tierstore_connectors.common.sharing import refusal, shared_chunks, shared_identity
-from tierstore_connectors.sglang.config import PREFIX_KEYS, SAMPLE, SglangSettings
+from tierstore_connectors.sglang.config import PREFIX_KEYS, SglangSettings
 
 _MOST_PAGES = 1 << 18  # 140 MB with pages of 64 tokens
 
@@ -266,7 +266,7 @@ def shared_pool(
         dtype=str(pool.dtype).removeprefix("torch."),
         chunk_tokens=int(pool.page_size),
         namespace=settings.namespace,
-        sampled=settings.hash_weights == SAMPLE,
+        sampled=settings.hash_weights == "sample",
     )
     groups = [KVSpec.parse(each.layout).groups[0] for each in model.groups]
     layers = sorted(layer for group in groups for layer in group.layers)

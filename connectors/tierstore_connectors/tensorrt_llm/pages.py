@@ -60,10 +60,6 @@ class TensorrtLlmSettings:
         value."""
         given = json_object(SETTINGS_VARIABLE, os.environ.get(SETTINGS_VARIABLE, "") or "{}")
         found = cls(**checked_options(SETTINGS_VARIABLE, cls, given))
-        if found.hash_weights not in ("whole", "sample"):
-            raise UsageError(
-                f'{SETTINGS_VARIABLE}: hash_weights must be "whole" or "sample", got {found.hash_weights!r}'
-            )
         if found.chunk_tokens < 1:
             raise UsageError(f"{SETTINGS_VARIABLE}: chunk_tokens must be at least 1")
         return found

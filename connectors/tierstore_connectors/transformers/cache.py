@@ -12,13 +12,27 @@ leaves layers of different lengths, so the next prompt resets the cache.
 **Time of saves.** Pages are saved after the first forward pass of a prompt, and when ``generate`` returns. A
 recurrent state covers all tokens up to the last one. So a prompt of a model with states is computed in two
 forward passes, to have the state at the end of the prompt's last whole chunk.
+
+**Hooks.** transformers does not pass tokens to a cache. So the model gets four hooks, which act only in calls
+whose cache is a TierStoreCache of this model:
+
+- ``generate`` saves pages at its end.
+- ``prepare_inputs_for_generation`` loads a prompt's prefix in its first call for the prompt.
+- A hook before each forward pass records the tokens.
+- A hook after each forward pass saves the pages of a prompt after the prompt's first forward pass.
+
+The hooks have no state, so a copy of a model has the same hooks and uses its own caches.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
+import types
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -29,7 +43,6 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionL
 from tierstore import Hit
 from tierstore.errors import UsageError
 from tierstore_connectors.common.guard import guarded
-from tierstore_connectors.transformers import hooks
 from tierstore_connectors.transformers.layers import Layer, LoadedRow
 from tierstore_connectors.transformers.stores import CacheOptions, ModelStore
 
@@ -44,7 +57,7 @@ _CHECKED = frozenset(
 )
 
 
-class TierStoreCache(DynamicCache, hooks.HookedCache):
+class TierStoreCache(DynamicCache):
     """A transformers cache that is filled from a tierstore and saved to it.
 
     ::
@@ -86,7 +99,7 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
         self._prompt_columns: int | None = None
         self._losses = self._store.losses
         self.reset()
-        hooks.install(model)
+        _install(model)
 
     def __repr__(self) -> str:
         return f"TierStoreCache({self._columns} columns, {len(self._pads)} rows)"
@@ -161,9 +174,12 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
     # -- called by the model's hooks -------------------------------------------------------------------
 
     def serves(self, model: Any) -> bool:
+        """Return whether the cache was made for ``model``."""
         return self._model() is model
 
     def generation_begins(self, input_ids: Any, attention_mask: Any) -> None:
+        """Record the length of the prompts, because transformers may shorten the prompts or append candidate
+        tokens to them. Reset the cache unless it holds a prefix of the prompts."""
         self._prompt_columns = None
         if self._busy:
             self.reset()
@@ -176,12 +192,15 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
                 self.reset()
 
     def generation_ends(self) -> None:
+        """Save the pages that ``generate`` has computed."""
         self._prompt_columns = None
         self._save(exact=True)
 
     def prompt_begins(
         self, model: Any, ids: torch.Tensor, following: int | None, arguments: Mapping[str, Any]
     ) -> int | None:
+        """Load the prefix of a prompt. Return how many of the prompt's last tokens must be computed, or None
+        for all. ``following`` is this number before the load, as transformers has computed it."""
         past, known, tokens = self._columns, self._tokens, ids.cpu()
         prompt = self._prompt_columns
         if past and prompt is not None and known is not None and len(known) != len(ids):
@@ -208,6 +227,7 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
         return columns - past
 
     def forward_begins(self, arguments: Mapping[str, Any]) -> None:
+        """Record the tokens of a forward pass."""
         past, ids = self._columns, arguments.get("input_ids")
         if self._busy:
             self._note_bypass("an interrupted forward pass")
@@ -223,6 +243,7 @@ class TierStoreCache(DynamicCache, hooks.HookedCache):
             self._tokens = ids.cpu()
 
     def forward_ends(self) -> None:
+        """Save the pages of a prompt after the prompt's first forward pass."""
         self._busy = False
         if self._prompt_end:
             self._save(exact=False)
@@ -484,3 +505,77 @@ def _usual(positions: Any, pads: Sequence[int], past: int, count: int) -> bool:
         return False
     expected = torch.arange(past, past + count) - torch.tensor(pads)[:, None]
     return bool(((positions[:, -count:].cpu() == expected) | (expected < 0)).all())
+
+
+# -- hooks of a model ---------------------------------------------------------------------------------
+
+
+def _install(model: Any) -> None:
+    """Install the hooks in ``model``. Repeated calls do nothing."""
+    generate, prepare = _methods(model.__class__)
+    if getattr(vars(model).get("generate"), "__func__", None) is generate:
+        return
+    model.generate = types.MethodType(generate, model)
+    model.prepare_inputs_for_generation = types.MethodType(prepare, model)
+    model.register_forward_pre_hook(_before_forward, with_kwargs=True)
+    model.register_forward_hook(_after_forward, with_kwargs=True)
+
+
+@lru_cache(maxsize=64)
+def _methods(kind: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return ``generate`` and ``prepare_inputs_for_generation`` with hooks, for models of the class ``kind``.
+    Both keep their signature, which transformers reads."""
+
+    @functools.wraps(kind.generate)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _own(self, kwargs)
+        if cache is None:
+            return kind.generate(self, *args, **kwargs)
+        given = args[0] if args else kwargs.get("inputs")
+        ids = kwargs.get("input_ids") if given is None else given
+        cache.generation_begins(ids, kwargs.get("attention_mask"))
+        try:
+            return kind.generate(self, *args, **kwargs)
+        finally:
+            cache.generation_ends()
+
+    @functools.wraps(kind.prepare_inputs_for_generation)
+    def prepare(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = _own(self, kwargs)
+        if cache is not None and not args and kwargs.get("is_first_iteration"):
+            kwargs["next_sequence_length"] = cache.prompt_begins(
+                self, input_ids, kwargs.pop("next_sequence_length", None), kwargs
+            )
+        return kind.prepare_inputs_for_generation(self, input_ids, *args, **kwargs)
+
+    return generate, prepare
+
+
+def _own(model: Any, arguments: Mapping[str, Any]) -> TierStoreCache | None:
+    """Return the cache in the arguments of a call, or None if it does not belong to ``model``."""
+    found = arguments.get("cache")
+    if found is None:
+        found = arguments.get("past_key_values")
+    return found if isinstance(found, TierStoreCache) and found.serves(model) else None
+
+
+def _before_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    arguments = _named(model, args, kwargs)
+    cache = _own(model, arguments)
+    if cache is not None:
+        cache.forward_begins(arguments)
+
+
+def _after_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    cache = _own(model, _named(model, args, kwargs))
+    if cache is not None:
+        cache.forward_ends()
+
+
+def _named(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip(_parameters(model.__class__), args, strict=False)), **kwargs}
+
+
+@lru_cache(maxsize=64)
+def _parameters(kind: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(kind.forward).parameters)[1:]

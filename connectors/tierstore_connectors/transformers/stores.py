@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import tierstore
 from tierstore import Store
 from tierstore.defaults import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
-from tierstore.errors import UsageError
 from tierstore_connectors.common.options import checked_options
 from tierstore_connectors.common.stores import GuardedStore
 from tierstore_connectors.transformers.identity import identity_of, weights_mark
@@ -50,12 +49,7 @@ class CacheOptions:
         value."""
         long = {each.name for each in fields(cls) if each.name.endswith("_bytes")}
         options = checked_options("TierStoreCache", cls, {k: v for k, v in given.items() if k not in long})
-        found = cls(**options, **{name: given[name] for name in long if name in given})
-        if found.hash_weights not in ("whole", "sample"):
-            raise UsageError(
-                f'TierStoreCache: hash_weights must be "whole" or "sample", got {found.hash_weights!r}'
-            )
-        return found
+        return cls(**options, **{name: given[name] for name in long if name in given})
 
 
 class ModelStore(GuardedStore):

@@ -54,9 +54,7 @@ class EncoderSettings:
     def parse(cls: type[S], extra: Mapping[str, Any]) -> S:
         """Return the settings in ``extra``. Raise :class:`UsageError` for an unknown key or an invalid
         value."""
-        settings = cls(**checked_options(cls.where, cls, extra))
-        settings.check()
-        return settings
+        return cls(**checked_options(cls.where, cls, extra))
 
     def connect(self, identity: Identity, spec: KVSpec, *, threads: int | None = None, **more: Any) -> Store:
         """Return a store at the daemon for pages of ``identity``, which connects in the background.
@@ -78,13 +76,6 @@ class EncoderSettings:
     def named(self: S, config: Any) -> S:
         """Return these settings; an empty model name is replaced by the served name in vLLM's ``config``."""
         return replace(self, model_name=self.model_name or str(config.model_config.served_model_name or ""))
-
-    def check(self) -> None:
-        """Raise :class:`UsageError` for an invalid value."""
-        if self.hash_weights not in ("whole", "sample"):
-            raise UsageError(
-                f'{self.where}: hash_weights must be "whole" or "sample", got {self.hash_weights!r}'
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +120,7 @@ class VllmSettings(EncoderSettings):
             )
         return [(int(size[1]), int(size[2])) for size in found if size is not None]
 
-    def check(self) -> None:
-        EncoderSettings.check(self)
+    def __post_init__(self) -> None:
         if self.share_engines:
             _ = self.sizes  # raises for an invalid size
         if self.handover_s > MOST_HANDOVER_S:

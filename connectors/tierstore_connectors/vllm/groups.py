@@ -26,7 +26,7 @@ from typing import Any
 from tierstore.groups import GroupRule, Past
 from tierstore.keys import LEAST_NAMED_TOKENS
 from tierstore_connectors.vllm.layout import UnsupportedError
-from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupBlocks, kept_by_name
+from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupBlocks
 
 BlockTable = Sequence[Sequence[int]]  # block numbers, by KV cache group
 
@@ -81,7 +81,7 @@ class Groups:
     @property
     def with_names(self) -> bool:
         """Return whether a group's pages are found by name. A shortened hit may then need other pages."""
-        return any(kept_by_name(group.rule) for group in self.groups)
+        return any(not group.rule.chained for group in self.groups)
 
     def blocks_per_page(self, group: CacheGroup) -> int:
         """Return the number of blocks in a page: the blocks of a chunk in each block table, or one block for

@@ -39,7 +39,7 @@ from tierstore_connectors.common.guard import Breaker, ErrorLog
 from tierstore_connectors.common.sharing import SharedPrompt
 from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.identity import EnginePrompt
-from tierstore_connectors.vllm.orders import RENEW_S, GroupShard, Shard, kept_by_name
+from tierstore_connectors.vllm.orders import RENEW_S, GroupShard, Shard
 
 _log = logging.getLogger("vllm.tierstore")
 _THREADS = 2  # threads that wait for the daemon's answers
@@ -259,7 +259,7 @@ class VllmLookups:
             pages = list({each.identity: each for each in pages}.values())  # ranks may have the same heads
         identities = tuple(under_epoch(each.identity, epoch) for each in pages)
         groups = [
-            Group(number, each.rule, KVSpec.parse(each.identity.layout), named=kept_by_name(each.rule))
+            Group(number, each.rule, KVSpec.parse(each.identity.layout), named=not each.rule.chained)
             for number, each in enumerate(pages)
         ]
         prompts = identities[0] if model is None else model  # the identity that all prompts have

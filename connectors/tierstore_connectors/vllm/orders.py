@@ -139,9 +139,3 @@ class LoadReport:
         for request, chunk in other.failed.items():
             failed[request] = min(chunk, failed.get(request, chunk))
         return LoadReport(failed)
-
-
-def kept_by_name(rule: GroupRule) -> bool:
-    """Return whether pages of a group with this rule are found by name
-    (:class:`~tierstore_connectors.vllm.identity.ChunkNames`), not through their parent pages."""
-    return not rule.chained

@@ -89,10 +89,10 @@ class BlockLoad:
             for transfer in self._start_parts(hits):
                 transfer.on_end(moved)
         except StoreClosedError:
-            self._stop()  # the connection was replaced
+            self.cancel()  # the connection was replaced
         except Exception as error:  # noqa: BLE001  # the executor would discard it
             self._errors.caught("starting a load", error)
-            self._stop()
+            self.cancel()
         finally:
             with self._lock:
                 self._started = True
@@ -130,7 +130,7 @@ class BlockLoad:
         if not ready:
             if self._clock() < self._ends:
                 return None
-            self._stop()  # waits until no copy is in flight
+            self.cancel()  # waits until no copy is in flight
             transfers = self._transfers
         return self._outcome(transfers)
 
@@ -147,16 +147,13 @@ class BlockLoad:
             loaded = min(loaded, part.loaded(result.tokens // part.prompt.chunk_tokens, first))
         return loaded
 
-    def _stop(self) -> None:
+    def cancel(self) -> None:
+        """End the load now. The load writes no block after the call."""
         with self._lock:
             self._stopped = True
             transfers = list(self._transfers)
         for transfer in transfers:
             transfer.cancel()
-
-    def cancel(self) -> None:
-        """End the load now. The load writes no block after the call."""
-        self._stop()
 
 
 @dataclass(slots=True, eq=False)
@@ -247,10 +244,6 @@ class Saves:
         ends = self._clock() + timeout
         for save in saves:
             save.ended.wait(max(ends - self._clock(), 0.0))
-
-    def close(self, timeout: float) -> None:
-        """Wait up to ``timeout`` seconds for all saves, then cancel the saves that have not ended."""
-        self.fence(None, timeout)
 
     def _start_all(self, saves: Sequence[BlockSave], due: float) -> None:
         with self._lock:

@@ -37,7 +37,6 @@ from tierstore_connectors.vllm.orders import (
     SaveOrder,
     Shard,
     StepWork,
-    kept_by_name,
 )
 from tierstore_connectors.vllm.transfers import BlockLoad, BlockSave, LoadPart, Saves
 
@@ -110,12 +109,12 @@ class _KnownPrompt:
     ) -> tuple[Prompt, int]:
         """Return a prompt that finds a group's pages of ``chunks``, and the index of the first of ``chunks``
         in this prompt. ``model`` is the whole model's identity if engines share the pages."""
-        if kept_by_name(pages.rule) and model is None:
+        if not pages.rule.chained and model is None:
             return self.names.pages(identity, chunks, self.keys, self.tokens), 0
         chunk_tokens = self.names.chunk_tokens
         tokens = bytes(self.tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES])
         if model is not None:
-            named = kept_by_name(pages.rule)
+            named = not pages.rule.chained
             return shared_chunks(model, identity, tokens, chunks, chunk_tokens, named=named)
         keys = self.keys[: chunks.stop]
         return Prompt.with_keys(identity, tokens, keys, chunk_tokens=chunk_tokens), chunks.start
@@ -210,7 +209,7 @@ class WorkerHalf:
         """Cancel loads, wait up to 2 s for saves, and close the stores."""
         for load in self._loads.values():
             load.cancel()
-        self._saves.close(_CLOSE_S)
+        self._saves.fence(None, _CLOSE_S)
         self._saver.shutdown(wait=False, cancel_futures=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._stores.close()
