@@ -175,8 +175,8 @@ class Connector(ABC):
         """Load pages ``first … stop`` (exclusive) of a hit like :meth:`load`. The result has the leading
         pages of this range.
 
-        The ranges of a hit may be loaded in any order. The load with ``last`` releases the hit, or the caller
-        does.
+        The ranges of a hit may be loaded in any order. The load with ``last=True`` releases the hit.
+        Without such a load, the caller releases it.
         """
 
     @abstractmethod
@@ -225,7 +225,7 @@ class Connector(ABC):
         page again. The transfer's result is the number of tokens stored in tiers below HBM.
 
         ``hint`` and ``session`` only advise the store's eviction policy (see :mod:`tierstore.types`). A call
-        may give them with empty ``pages``.
+        with empty ``pages`` may give both.
         """
 
     @abstractmethod
@@ -273,7 +273,7 @@ class Connector(ABC):
 
     @abstractmethod
     def stats(self) -> StoreStats | None:
-        """Return the statistics of the store; None without a store. Can be called from any thread."""
+        """Return the statistics of the store; None without a store. Any thread may call this method."""
 
     @abstractmethod
     def close(self) -> None:

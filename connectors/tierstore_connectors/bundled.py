@@ -35,7 +35,7 @@ from tierstore_connectors.common.handover import BOTH, Role
 if TYPE_CHECKING:
     from tierstore.tiers.overflow import Overflow
 
-_CONNECT_S = 2.0  # how long opening waits for a daemon
+_CONNECT_S = 2.0  # how long open_connector waits for a daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class NoStore(Connector):
         return back
 
     def decline(self, hit: ConnectorHit, plan: Plan) -> None:
-        """Do nothing: there are no hits."""
+        """Do nothing: this connector has no hits to decline."""
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
         """Do nothing: no load is planned."""
@@ -269,7 +269,7 @@ class StoreConnector(Connector):
 
 
 def _of_store(hit: ConnectorHit) -> StoreHit:
-    assert isinstance(hit, StoreHit), "the hit belongs to another connector"
+    assert isinstance(hit, StoreHit), "a hit must come from this connector's lookup"
     return hit
 
 

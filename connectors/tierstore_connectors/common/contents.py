@@ -6,8 +6,8 @@ two fine-tunes of one model have equal sizes. So every byte is hashed, at about 
 A cache file stores digests, so that only the first start of an engine hashes. A file's entry is found by the
 file's device, inode, size, modification time, change time (``st_ctime``, which only the kernel sets), and a
 sample of its bytes. The cache file is used only if no other user could have written it. Without a usable
-cache file each start hashes. If several processes need the same files, one process hashes and the other
-processes wait.
+cache file, each start of an engine hashes all files. If several processes need the same files, one process
+hashes and the other processes wait.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tierstore_connectors.common.facts import WEIGHTS
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # per file, evenly spaced
 _SAMPLED_FROM = 1 << 20
-_PART_BYTES = 64 << 20  # one thread's unit of work
+_PART_BYTES = 64 << 20  # a thread hashes a part of this size at a time
 _BUFFER_BYTES = 1 << 20
 _MOST_THREADS = 8
 _MOST_ENTRIES, _MOST_CACHE_BYTES = 8192, 4 << 20
@@ -199,7 +199,7 @@ class _Digest:
                 [status.st_dev, status.st_ino, self.size, *self.times, self.sample]
             ).decode()
             # The files of a mounted file system image have the change times of the image, and another image
-            # mounted at the same path may have the same times. So digests of such files are not stored.
+            # mounted at the same path may have the same times. The digests of files in images are not stored.
             image = bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY) and self.times[0] == self.times[1]
         self.lasting = not image and time.time_ns() - max(self.times) > _SETTLED_NS
 
@@ -224,7 +224,7 @@ def _sample(fd: int, size: int) -> str:
 
 
 def _hash_part(path: Path, start: int) -> bytes:
-    """Return the digest of one part of a file. The last part may be shorter."""
+    """Return the digest of the part of a file that begins at ``start`` (``_PART_BYTES`` or less)."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with _opened(path) as fd:
@@ -256,7 +256,7 @@ class _Hashes:
             self._remember([each for each in missing if each.lasting])
 
     def _find(self, files: Sequence[_Digest]) -> list[_Digest]:
-        """Set the digests that the cache file has. Return the files without an entry."""
+        """Set the digests that the cache file has. Return the files without a digest."""
         known = _read(self._file)
         for each in files:
             each.value = known.get(each.key, "")
@@ -294,7 +294,7 @@ class _Hashes:
             return
         known = _read(self._file)
         for each in files:
-            known.pop(each.key, None)  # moves the entry to the end: only the last entries are kept
+            known.pop(each.key, None)  # moves the digest to the end: only the last digests are kept
             known[each.key] = each.value
         kept = dict(list(known.items())[-_MOST_ENTRIES:])
         with suppress(OSError):

@@ -22,7 +22,7 @@ UNEXPLAINED = "unexplained"
 
 _MOST_WAITING = 16  # requests; after a longer wait the engine has saved the missed tokens itself
 _MOST_SPANS = 6  # misses in one line of the log
-_COMPUTED = "they were stored when the request arrived, and were computed before they could be loaded"
+_COMPUTED = "tokens were stored when the request arrived, but were computed before they could be loaded"
 _COMPUTES = "the engine computes every prompt"
 
 
@@ -58,7 +58,7 @@ class MissReporter:
         """Report a request with ``tokens`` prompt tokens. The engine reuses the first ``reused`` tokens.
 
         ``ask`` is called on the background thread, and explains the whole chunks of the prompt. Tokens after
-        them are counted with the reason :attr:`MissReason.TAIL`.
+        the whole chunks get the reason :attr:`MissReason.TAIL`.
         """
         if not self._waiting.acquire(blocking=False):
             self._add(UNEXPLAINED, tokens - reused)
@@ -69,8 +69,8 @@ class MissReporter:
             self._waiting.release()
 
     def report(self, request: str, tokens: int, reused: int, misses: Sequence[Miss]) -> None:
-        """Report a request whose ``misses`` are known. They begin after the ``reused`` tokens; the tokens
-        after them are counted with the reason :attr:`MissReason.TAIL`."""
+        """Report a request whose ``misses`` are known. The misses begin after the ``reused``
+        tokens. Tokens after the last miss get the reason :attr:`MissReason.TAIL`."""
         end = misses[-1].end if misses else reused
         if end < tokens:
             misses = [*misses, Miss(MissReason.TAIL, end, tokens - end)]

@@ -81,8 +81,8 @@ class Breaker:
     """A circuit breaker for requests to the daemon.
 
     A closed breaker allows every request. Two unanswered requests in a row open the breaker: for half a
-    second no request is allowed, and for twice as long after each further failure, up to eight seconds. Then
-    one request per second is allowed, and the first answer closes the breaker.
+    second no request is allowed, and for twice as long after each further failure, up to eight seconds.
+    After that an open breaker allows one request per second, and the first answer closes the breaker.
     """
 
     def __init__(self) -> None:

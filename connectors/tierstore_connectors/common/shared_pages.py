@@ -70,7 +70,7 @@ class PagePart:
 @dataclass(frozen=True, slots=True)
 class PartSource:
     """The pages of ``part`` as a source for a target part. Heads ``page_heads`` of the pages become heads
-    ``own_heads`` of the target part. Both ranges are counted from 0 within their part."""
+    ``own_heads`` of the target part. Both head ranges are counted from 0 within their part."""
 
     part: PagePart
     page_heads: range

@@ -162,7 +162,7 @@ class GuardedStore:
             return {**self._totals, "errors": self.errors.counts.total()}
 
     def wait_saved(self, timeout: float | None) -> bool:
-        """Wait until all saves have ended. Return False if they have not after ``timeout`` seconds."""
+        """Wait until all saves have ended, at most ``timeout`` seconds. Return whether they have ended."""
         ends = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             saving: Sequence[Transfer[int]] = list(self._saving)
@@ -174,8 +174,8 @@ class GuardedStore:
         return True
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until all saved pages are in the store, and on its disk if it has a disk tier. Return False if
-        they are not after ``timeout`` seconds."""
+        """Wait until all saved pages are in the store, and on its disk if it has a disk tier. Wait at most
+        ``timeout`` seconds, and return whether all pages are there."""
         ends = None if timeout is None else time.monotonic() + timeout
         if not self.wait_saved(timeout):
             return False

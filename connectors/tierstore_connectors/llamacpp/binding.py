@@ -81,7 +81,7 @@ class TierStoreLlamaCache(BaseLlamaCache):
         return 0
 
     def wait_connected(self, seconds: float) -> bool:
-        """Return whether the daemon answers within ``seconds``."""
+        """Wait up to ``seconds`` for the daemon's answer. Return whether it has answered."""
         return self._blocks.wait_connected(seconds)
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class TierStoreLlamaCache(BaseLlamaCache):
         raise KeyError("no prefix of the prompt is stored")
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Store a context's state. Blocks until its pages are in the daemon's memory."""
+        """Store a context's state, and wait until its pages are in the daemon's memory."""
         try:
             data = np.frombuffer(value.llama_state, np.uint8)
             tokens = value.input_ids[: value.n_tokens].astype(np.uint32)
@@ -127,7 +127,7 @@ class TierStoreLlamaCache(BaseLlamaCache):
         ids[: len(state.tokens)] = state.tokens
         return LlamaState(
             input_ids=ids,
-            scores=np.zeros((1, self._llama.n_vocab()), np.single),  # not read by the binding
+            scores=np.zeros((1, self._llama.n_vocab()), np.single),  # the binding does not read them
             n_tokens=len(state.tokens),
             llama_state=data,
             llama_state_size=len(data),

@@ -126,7 +126,7 @@ class LlamaBlocks:
         return self._store.identity
 
     def wait_connected(self, seconds: float) -> bool:
-        """Return whether the daemon answers within ``seconds``."""
+        """Wait up to ``seconds`` for the daemon's answer. Return whether it has answered."""
         return self._store.wait_connected(seconds)
 
     def close(self) -> None:
@@ -194,7 +194,8 @@ class LlamaBlocks:
 
     def save(self, state: LlamaSequence, *, held: int = 0) -> int:
         """Store the pages of ``state`` behind the first ``held`` tokens, which the store has. Return the
-        number of stored tokens, counted from the prompt's start. Blocks: call it on a thread of its own.
+        number of stored tokens, counted from the prompt's start. The method waits for the save, so call it on
+        a separate thread.
 
         Raises :class:`UsageError` for a state of another layout.
         """

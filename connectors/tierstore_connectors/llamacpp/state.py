@@ -134,7 +134,7 @@ class _StateReader:
         return self._data[self.at - count : self.at]
 
     def number(self, what: str, most: int, *, wide: bool = False) -> int:
-        """Read a number of 4 bytes, or of 8 bytes if ``wide``. Raise for a number above ``most``."""
+        """Read a number of 4 bytes, or of 8 bytes if ``wide``. Raise an error for a number above ``most``."""
         value = int(self.bytes(8 if wide else 4).view("<u8" if wide else "<u4")[0])
         if value > most:
             raise LlamaStateError(f"{what} must be at most {most}, got {value}")
@@ -157,8 +157,8 @@ def read_file(data: Bytes) -> LlamaSequence | None:
 
 
 def read_sequence(data: Bytes, tokens: Tokens) -> LlamaSequence | None:
-    """Return the state in the bytes of ``llama_state_seq_get_data``, or None for an empty sequence. These
-    bytes do not contain the ``tokens``."""
+    """Return the state in the bytes of ``llama_state_seq_get_data``, or None for an empty sequence. The data
+    does not contain the ``tokens``."""
     reader = _StateReader(data)
     magic = reader.number("the magic", 0xFFFFFFFF)
     if magic != CONTENT_MAGIC:
@@ -239,7 +239,7 @@ def _cells(reader: _StateReader, count: int, streams: int) -> CacheRows:
     if not layers:
         raise LlamaStateError("the state has no layers")
     keys, values = [_plain(reader, count) for _ in range(layers)], []
-    if reader.left:  # a model with latent vectors has no V
+    if reader.left:  # models with latent vectors have no V rows
         read = _columns if transposed else _plain
         values = [read(reader, count) for _ in range(layers)]
     layout = CellLayout(streams, transposed, tuple(row for row, _ in keys), tuple(row for row, _ in values))

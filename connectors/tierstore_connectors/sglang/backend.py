@@ -51,7 +51,7 @@ from tierstore_connectors.sglang.weights import WeightsWatch, epoch_of
 _log = logging.getLogger("sglang.tierstore")
 
 _KV = "kv"
-_LEAST_VERSION = (0, 5, 20)  # earlier versions ignore the salt in the names of pages
+_LEAST_VERSION = (0, 5, 20)  # earlier versions of SGLang ignore a request's salt in the names of pages
 _FEW_TOKENS = 16
 _EXPLAIN_S = 5.0
 _CONNECT_S = 1.0  # the engine's start waits this long; a daemon that starts later is used as well
@@ -70,9 +70,9 @@ class TierStoreHiCache(HiCacheStorage):
             )
         self._config = storage_config
         self._settings = SglangSettings.parse(storage_config.extra_config)
-        self._lock = threading.Lock()  # guards everything below that changes
+        self._lock = threading.Lock()  # guards the attributes below that change
         self._pools: dict[str, tuple[HostPool | SharedPages, ...]] = {}
-        self._stores: dict[str, Store] = {}  # by the layout of pages
+        self._stores: dict[str, Store] = {}  # by page layout
         self._identities: dict[tuple[str, str, str], Identity] = {}  # by pool, layout and epoch
         self._breaker = Breaker()
         self._stats = _Transfers()
@@ -531,7 +531,7 @@ class _Transfers:
 def _arguments() -> dict[str, Any]:
     """Return SGLang's server arguments, with defaults filled in."""
     known = runtime_context.get_server_args()
-    # SGLang has this method from 0.5.22 on. Earlier versions fill the defaults into the object itself.
+    # SGLang has ``resolved_dict`` from 0.5.22 on. Earlier versions fill defaults into the object itself.
     resolved = getattr(known, "resolved_dict", None)
     return dict(resolved() if resolved is not None else vars(known))
 
@@ -547,13 +547,13 @@ def _save_missed_pages_again() -> None:
 
     stage = BufferModePipeline.stage_completed_prefetch
     if hasattr(stage, "__wrapped__"):
-        return  # this process has the patch already
+        return  # this process has patched SGLang already
 
     @functools.wraps(stage)
     def staging(self: Any, request: Any, num_tokens: int, hash_value: list[str]) -> Any:
         cache = self._cache
         came = num_tokens // cache.page_size
-        late = cache.ongoing_prefetch[request].operation.deadline_expired  # they may still be stored
+        late = cache.ongoing_prefetch[request].operation.deadline_expired  # pages may still be stored
         result = stage(self, request, num_tokens, hash_value)
         if came < len(hash_value) and not late:
             cache.storage_existence_cache.pool(_KV).invalidate_beyond(hash_value, came)
@@ -564,7 +564,7 @@ def _save_missed_pages_again() -> None:
 
 def _watch_adapters(*, server: str) -> None:
     """Identify adapters by their files. ``server`` identifies this server."""
-    from tierstore_connectors.sglang.adapters import ADAPTERS  # imports SGLang's LoRA, which is large
+    from tierstore_connectors.sglang.adapters import ADAPTERS  # this import loads SGLang's large LoRA modules
 
     # If this storage is attached to a running server, the files of an adapter may have changed since the
     # server loaded it.

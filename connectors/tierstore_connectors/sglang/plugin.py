@@ -47,7 +47,7 @@ def install() -> None:
 def use_store(arguments: Any) -> None:
     """Set the arguments for a hierarchical cache with the store, unless the user has chosen another cache or
     no store can be used. Write one line about the result."""
-    if vars(arguments).get("_resolution_finished"):  # in a later process, or at a second call
+    if vars(arguments).get("_resolution_finished"):  # the first process has resolved the arguments already
         return
     values = msgspec.structs.asdict(arguments)
     chosen = [name for name in _OTHERS if values.get(name)]

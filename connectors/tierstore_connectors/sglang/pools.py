@@ -100,7 +100,8 @@ class PoolPages(Protocol):
         locations from :meth:`runs`."""
 
     def scatter(self, places: Sequence[tuple[int, Any]]) -> None:
-        """Copy pages to the pool. ``places`` is as for :meth:`gather`."""
+        """Copy pages to the pool. ``places`` has pairs (address, location), with locations from
+        :meth:`runs`."""
 
     def prompt(self, identity: Identity, keys: Sequence[str], before: int) -> tuple[Prompt, int] | None:
         """Return a prompt that finds the pages ``keys``, and the index of the first of them in the prompt.

@@ -169,7 +169,7 @@ class PageTokens:
             try:
                 before = operation.last_hash or (operation.prefix_keys or [None])[-1]
                 tokens = operation.token_ids
-                raw = getattr(tokens, "raw_token_ids", None)  # a RadixKey has more than tokens
+                raw = getattr(tokens, "raw_token_ids", None)  # a RadixKey also has other data
                 self.record(before, tokens if raw is None else raw())
             except Exception as error:  # noqa: BLE001  # SGLang's operation must not fail
                 errors.caught("reading the tokens of a storage operation", error)

@@ -1,5 +1,6 @@
 """The KV cache connector for TensorRT-LLM: it keeps KV blocks of engines in a tierstore daemon. **It has not
-run on TensorRT-LLM**, which needs a GPU. It follows the interface's source code, and tests use a stand-in.
+run on TensorRT-LLM**, which needs a GPU. The code follows the source of
+TensorRT-LLM's interface, and tests use a stand-in for TensorRT-LLM.
 
     kv_connector_config:
       connector_module: tierstore_connectors.tensorrt_llm
@@ -15,8 +16,8 @@ tokens, the engine computes only the tokens after them. An exception in a later 
 steps of a load that may fail come before this return:
 
 1. ``get_num_new_matched_tokens`` looks the prompt up for every rank, loads the pages, and copies them to
-   memory of this process. It returns the number of loaded tokens. If the store is unavailable or slow, this
-   number is smaller or 0. Later steps need neither the daemon nor a lease.
+   memory of this process. The method returns the number of loaded tokens. If the store is unavailable or
+   slow, this number is smaller or 0. Later steps need neither the daemon nor a lease.
 2. ``update_state_after_alloc`` gets the numbers of the blocks, and ``build_connector_meta`` returns the
    loaded bytes.
 3. ``start_load_kv`` copies the bytes to the blocks, and returns when the copy has ended.

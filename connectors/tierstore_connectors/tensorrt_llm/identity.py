@@ -70,7 +70,8 @@ HARMLESS = words("""
 """The arguments that are known not to change the KV of a token sequence. The identity counts the contents of
 the ``model``'s files instead of its path."""
 
-# Environment variables with these parts in their names do not change KV. Some differ between ranks or starts.
+# Environment variables with these parts in their names do not change KV. Some of them
+# differ between ranks or starts.
 _NOT_COMPUTING = ("IPC", "SPAWN", "LOG", "PROFILE", "NVTX", "SINGLE_PROCESS", "PORT")
 
 # The supported values of arguments. A TensorRT-LLM version may lack some of the arguments.

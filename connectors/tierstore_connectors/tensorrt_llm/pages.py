@@ -90,7 +90,7 @@ class EnginePages:
     _making: ClassVar = threading.Lock()
 
     def __init__(self, llm_args: Any) -> None:
-        self._llm_args = llm_args  # a reference, so that no other object gets its id
+        self._llm_args = llm_args  # while this reference exists, no other object has the same id()
         self.settings = TensorrtLlmSettings.load()
         self._arguments = arguments_of(llm_args)
         require_supported(self._arguments)
@@ -99,7 +99,7 @@ class EnginePages:
         self.page_tokens = self.page_blocks * self.block_tokens
         self.rank = int(mpi_rank())
         self.identities: Sequence[Identity] = ()
-        self.page_bytes = 0  # until the pool is registered
+        self.page_bytes = 0  # 0 until the pool is registered
         self.store: GuardedStore | None = None
         """None until the pool is registered, and for ``TIERSTORE=off``."""
 

@@ -22,7 +22,7 @@ from tierstore_connectors.tensorrt_llm.pages import EnginePages
 
 _log = logging.getLogger("tierstore_connectors.tensorrt_llm")
 MOST_STAGED_BYTES = 4 << 30  # loaded pages of all requests that wait for the next pass
-MOST_BROADCAST_BYTES = 1 << 30  # this limit with several ranks, which get the pages in one message
+MOST_BROADCAST_BYTES = 1 << 30  # the same limit with several ranks, which get the pages in one message
 
 
 @dataclass(frozen=True, slots=True)

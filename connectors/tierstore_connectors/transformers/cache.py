@@ -120,8 +120,8 @@ class TierStoreCache(DynamicCache):
         self._save(exact=True)
 
     def flush(self, timeout: float | None = None) -> bool:
-        """Wait until all saved pages are in the store, and on its disk if it has a disk tier. Return False if
-        they are not after ``timeout`` seconds."""
+        """Wait until all saved pages are in the store, and on its disk if it has a disk tier. Wait at most
+        ``timeout`` seconds, and return whether all pages are there."""
         return self._store.flush(timeout)
 
     def counters(self) -> Mapping[str, float]:
@@ -524,7 +524,7 @@ def _install(model: Any) -> None:
 @lru_cache(maxsize=64)
 def _methods(kind: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return ``generate`` and ``prepare_inputs_for_generation`` with hooks, for models of the class ``kind``.
-    Both keep their signature, which transformers reads."""
+    The new methods keep the signatures, which transformers reads."""
 
     @functools.wraps(kind.generate)
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -97,7 +97,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         new = keys[..., :fallen, :], values[..., :fallen, :]
         if self._fallen is not None:
             new = torch.cat([self._fallen[0], new[0]], -2), torch.cat([self._fallen[1], new[1]], -2)
-        # These are copies, because views would keep the keys of a whole prompt in memory.
+        # Copy the tensors, because views would keep the keys of a whole prompt in memory.
         self._fallen = new[0][..., -self._behind :, :].clone(), new[1][..., -self._behind :, :].clone()
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

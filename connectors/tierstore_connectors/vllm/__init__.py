@@ -8,10 +8,11 @@ vLLM creates one connector object in its scheduler's process, which uses the sch
 worker process, which uses the worker half. The halves communicate only by messages that vLLM carries between
 its processes once per step:
 
-* The scheduler half (``scheduler.py``) handles no bytes. It looks up arriving prompts in the daemon
+* The scheduler half (``scheduler.py``) handles no bytes. The half looks up arriving prompts in the daemon
   (``lookup.py``), has pages read from disk into memory, and tells vLLM how many tokens can be loaded. Then
   the scheduler half orders the workers to load and save (``orders.py``).
-* The worker half (``worker.py``) decides nothing. It copies whole KV blocks between vLLM's tensors and the
+* The worker half (``worker.py``) decides nothing. The half copies whole KV blocks between vLLM's tensors and
+the
   daemon's arena, on its own threads (``transfers.py``).
 
 A *page* holds the blocks of one chunk: all layers of one KV cache group on one worker, in the tensors' order

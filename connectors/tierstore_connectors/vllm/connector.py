@@ -1,4 +1,5 @@
-"""The connector class that vLLM loads. It calls the scheduler half or the worker half and catches errors.
+"""The connector class that vLLM loads. The class calls the scheduler half or the worker half and catches
+errors.
 
 If a method raises, a fallback returns the result of an empty cache. vLLM waits for every promised load, and
 each load must be reported exactly once. So if an error occurs before the scheduler half has ordered a load,
@@ -123,7 +124,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     report: LoadReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, WorkerReport), "both reports must come from this connector"
+        assert isinstance(other, WorkerReport), "the other report must come from this connector, too"
         return WorkerReport(self.report.merge(other.report))
 
 

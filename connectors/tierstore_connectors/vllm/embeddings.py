@@ -1,4 +1,5 @@
-"""Both halves of the connector for embeddings, which are the encoder's outputs for images and other media.
+"""The scheduler half and worker half of the connector for embeddings (encoder outputs of images, for
+example).
 
 An embedding is found by a hash of the processor's output
 (:class:`~tierstore_connectors.vllm.identity.MediaContents`). vLLM's name for the input is not used, because a
@@ -42,14 +43,14 @@ from tierstore_connectors.vllm.orders import RENEW_S
 
 _MOST_HELD_BYTES = 256 << 20  # embeddings that are being loaded, or that no step has sent to workers yet
 _IDLE_WAIT_S = 0.002  # in a step without tokens; without a wait the steps would take CPU time from loads
-_NO_MEDIA = "prompt_embeds"  # the modality of embeddings that the client sends
+_NO_MEDIA = "prompt_embeds"  # the modality of inputs that a client has embedded itself
 _CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
 class EncoderWork:
     """The orders of one step, by vLLM's names of the inputs. The embeddings in ``loads`` are put into the
-    encoder cache. Those in ``saves`` are saved when the encoder has computed them."""
+    encoder cache. The embeddings in ``saves`` are saved when the encoder has computed them."""
 
     loads: dict[str, torch.Tensor] = field(default_factory=dict)
     saves: dict[str, EmbeddingKey] = field(default_factory=dict)
@@ -126,7 +127,7 @@ class _Input:
 
 
 class EncoderScheduler:
-    """The scheduler half; see the module. It is called from the scheduler's thread.
+    """The scheduler half; see the module. The half is called from the scheduler's thread.
 
     ``identity_of`` returns the identity of a modality's embeddings. If ``adapters`` is True, LoRA adapters
     change embeddings, so requests with an adapter do not use the store. Arguments named ``request`` are
@@ -157,8 +158,8 @@ class EncoderScheduler:
         self._media = MediaContents()
         self._stores = EmbeddingStores(settings, errors, counters)
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="tierstore-embeddings")
-        self._keys: dict[str, dict[int, EmbeddingKey | None]] = {}  # by request and index of the input in it
-        self._inputs: dict[str, _Input] = {}  # by vLLM's name, until a step takes them
+        self._keys: dict[str, dict[int, EmbeddingKey | None]] = {}  # by request id and index of the input
+        self._inputs: dict[str, _Input] = {}  # by vLLM's name, until a step sends their orders
         self._cached: set[str] = set()  # names of the inputs in vLLM's own encoder cache
         self._work = EncoderWork()
 
@@ -175,8 +176,8 @@ class EncoderScheduler:
     # -- calls from vLLM -----------------------------------------------------------------------------
 
     def ready(self, request: Any, computed: int) -> bool:
-        """Return whether a request can start. It cannot while the lookup of an input after its first
-        ``computed`` tokens is in progress. Look up inputs that are not in vLLM's encoder cache and were not
+        """Return whether a request can start: no lookup of an input after the request's first ``computed``
+        tokens may be in progress. Look up inputs that are not in vLLM's encoder cache and were not
         looked up before."""
         ready = True
         for at, feature in enumerate(request.mm_features):
@@ -274,7 +275,7 @@ class EncoderScheduler:
         return known
 
     def _find(self, key: EmbeddingKey) -> _Held | None:
-        """Look up an embedding, on this host or other hosts, and load it. Runs on the thread for lookups."""
+        """Look up an embedding, on this host or other hosts, and load it. Called on the lookup thread."""
         store, prompt = self._stores.of(key.identity), key.prompt
         hit = store.find(prompt)
         if hit is not None and not hit.tokens and hit.remote_tokens:

@@ -1,5 +1,5 @@
-"""The class of the connector for embeddings, which vLLM loads. It calls the scheduler half or the worker half
-(``embeddings.py``) and catches errors. After an error, vLLM encodes the input itself.
+"""The class of the connector for embeddings, which vLLM loads. The class calls the scheduler half or the
+worker half (``embeddings.py``) and catches errors. After an error, vLLM encodes the input itself.
 
 As for KV, vLLM creates one connector object in its scheduler's process and one in each worker process. The
 scheduler half makes the identities of embeddings, and sends them to the workers with its orders.
@@ -76,7 +76,7 @@ class EncoderReport(ECConnectorWorkerMetadata):
     counts: dict[str, float]
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
-        assert isinstance(other, EncoderReport), "both reports must come from this connector"
+        assert isinstance(other, EncoderReport), "the other report must come from this connector, too"
         return EncoderReport(added(self.counts, other.counts))
 
 

@@ -81,7 +81,8 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
             suffix_decoding_min_token_prob rejection_sample_method synthetic_acceptance_rates
             synthetic_acceptance_length draft_sample_method""",
-        # The sizes follow from the scheduler's sizes. The last three lines are recorded by vLLM at run time.
+        # The listed sizes follow from the scheduler's sizes. The last three lines are recorded by vLLM at run
+        # time.
         "CompilationConfig": """
             debug_dump_path cache_dir local_cache_dir compile_cache_save_format compile_sizes
             compile_ranges_endpoints cudagraph_capture_sizes max_cudagraph_capture_size

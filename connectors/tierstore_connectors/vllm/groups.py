@@ -33,7 +33,7 @@ BlockTable = Sequence[Sequence[int]]  # block numbers, by KV cache group
 _MIN_CHUNK_TOKENS = 64
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOW, _CHUNKED, _STATE = "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"
-_MIXED = "UniformTypeKVCacheSpecs"  # layers of one type with different sizes
+_MIXED = "UniformTypeKVCacheSpecs"  # a group whose layers have the same type but different sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class CacheGroup:
 class Groups:
     """All KV cache groups of a model. A request's block table has ``count`` lists of blocks.
 
-    Each of vLLM's block hashes covers ``hash_tokens`` tokens. ``chunk_tokens`` is a multiple of every group's
+    A block hash of vLLM covers ``hash_tokens`` tokens. ``chunk_tokens`` is a multiple of every group's
     block size.
     """
 
@@ -80,7 +80,7 @@ class Groups:
 
     @property
     def with_names(self) -> bool:
-        """Return whether a group's pages are found by name. A shortened hit may then need other pages."""
+        """Return whether a group's pages are found by name. If so, a shortened hit may need other pages."""
         return any(not group.rule.chained for group in self.groups)
 
     def blocks_per_page(self, group: CacheGroup) -> int:
@@ -121,7 +121,7 @@ def read_groups(
     unit = math.lcm(hash_tokens, *_sizes(groups))
     if chunk_tokens % unit:
         raise UnsupportedError(f"chunk_tokens must be a multiple of {unit}, got {chunk_tokens}")
-    # vLLM may end a step, and keep a state, at the end of any block. So chunks with states are small.
+    # vLLM may end a step, and keep a state, at the end of any block. So models with states have small chunks.
     states = any(group.rule.past is Past.STATE for group in groups)
     least = LEAST_NAMED_TOKENS if states else _MIN_CHUNK_TOKENS
     chunk = chunk_tokens or -(-least // unit) * unit
@@ -171,7 +171,8 @@ def _check_states(cache_config: Any, offers_states: bool) -> None:
 
 
 def _hash_tokens(kv_cache_config: Any, cache_config: Any, groups: Sequence[CacheGroup]) -> int:
-    """Return how many tokens a block hash covers. For vLLM before 0.32 this repeats vLLM's own rule."""
+    """Return how many tokens a block hash covers. vLLM before 0.32 does not report this number, so it is
+    computed by vLLM's rule."""
     size = vars(kv_cache_config).get("hash_block_size")
     if size:
         return int(size)
@@ -224,7 +225,7 @@ def _size(specs: Sequence[Any], name: str) -> int:
 
 
 class BlockTables:
-    """The block tables of the requests in a step. Used by the scheduler's thread only.
+    """The block tables of the requests in a step. Only the scheduler's thread uses it.
 
     From vLLM 0.30 on, a function of the step's output returns the table of a request. The output of vLLM 0.29
     has the whole tables of requests with new blocks; the output of earlier versions has only the new blocks.
@@ -330,7 +331,7 @@ def writable_blocks(groups: Groups, output: Any) -> set[int]:
     for tables in output.scheduled_cached_reqs.new_block_ids:
         for table in tables or ():
             found.update(table)
-    more = vars(output)  # some vLLM versions lack the fields below
+    more = vars(output)  # new_block_ids_to_zero and kv_cache_block_copies: some vLLM versions lack them
     found.update(more.get("new_block_ids_to_zero") or ())
     found.update(each.dst_block_id for each in more.get("kv_cache_block_copies") or ())
     found.discard(NULL_BLOCK)

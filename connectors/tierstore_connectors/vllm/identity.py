@@ -2,8 +2,8 @@
 
 **Keys** are made from vLLM's block hashes. A block hash covers the hash of the block before it, the
 block's tokens, and everything else of a request that changes its KV: images, LoRA adapter, cache salt. A
-chunk's key is the hash of the chunk's last block, hashed again with adapter and salt. Otherwise, with
-``--prefix-caching-hash-algo xxhash``, a tenant could construct collisions of block hashes.
+chunk's key is the hash of the chunk's last block, hashed again with adapter and salt. Without the salt,
+a tenant could construct collisions of block hashes with ``--prefix-caching-hash-algo xxhash``.
 
 **Names.** A page of full attention is found through the pages before it, and its tokens are compared. A page
 of a window, an attention chunk or a recurrent state is found by its name: a SHA-256 hash, chained over the
@@ -92,7 +92,7 @@ def described(value: Any) -> Any:
     The fields in :data:`~tierstore_connectors.vllm.fields.HARMLESS` are left out. A function is described by
     its code, and an object of an unknown type by its class.
     """
-    if isinstance(value, Enum):  # first: an enum may also be a number or a string
+    if isinstance(value, Enum):  # checked first, because an enum may also be a number or a string
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -100,7 +100,7 @@ def described(value: Any) -> Any:
         return repr(value)
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
-    # A configuration of transformers has this method.
+    # Configurations of transformers have the method to_dict().
     if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
         return [_name(type(value)), plain(value.to_dict())]
     if is_dataclass(value) and not isinstance(value, type):
@@ -158,7 +158,8 @@ class Weights:
 def weights_revision(config: Any, namespace: str, *, sampled: bool = False) -> Weights:
     """Identify the weights of the model and of the draft model.
 
-    Local models are identified by the contents of all their files. ``sampled`` reads only samples of them.
+    Local models are identified by the contents of all their files. With ``sampled``
+    only samples of the files are read.
     Raise :class:`UnsupportedError` for weights without local files, commit and ``namespace``.
     """
     found: dict[str, Path] = {}
@@ -184,12 +185,12 @@ def weights_revision(config: Any, namespace: str, *, sampled: bool = False) -> W
 
 
 def _named(model: Any, load: Any, namespace: str, *, local: bool) -> str:
-    """Return an identification of weights that are not local files. ``local`` says whether the model's other
+    """Return a text that identifies weights without local files. ``local`` says whether the model's other
     files are local, so that they identify the model instead of its path."""
     place = str(vars(model).get("model_weights") or ("" if local else model.model))
     if str(load.load_format) == "dummy":
-        return place  # the seed, which the model digest has, identifies dummy weights
-    commit = vars(model.hf_config).get("_commit_hash")  # a hub model's; its branch may change
+        return place  # dummy weights are made from the seed, which is part of the model digest
+    commit = vars(model.hf_config).get("_commit_hash")  # a model from the hub has it
     if commit:
         return f"{place}@{commit}"
     named = f"{place} {model.revision or ''}"
@@ -255,8 +256,9 @@ class AdapterVersions:
 
     vLLM loads an adapter once and keeps it under a number, even if the adapter's files change. So the files
     are hashed before vLLM loads the adapter, or at the number's first request. If the times or sizes of the
-    files change later, or the number gets another folder, it is unknown which files vLLM computes with. Then
-    requests of this number are not cached. Unloading and loading the adapter again gives it a new number.
+    files change later, or the number gets another folder, it is unknown which files vLLM computes with. From
+    then on requests of this number are not cached. Unloading and loading the adapter again gives it a new
+    number.
     """
 
     def __init__(self) -> None:
@@ -321,7 +323,7 @@ class MediaContents:
     """
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, str] = OrderedDict()  # by name; "" if two contents have it
+        self._seen: OrderedDict[str, str] = OrderedDict()  # the digest by name, or "" for an ambiguous name
 
     def digests(self, features: Sequence[Any], hash_tokens: int) -> list[tuple[int, str]]:
         """Return for each of vLLM's ``mm_features`` its digest and the block of ``hash_tokens`` tokens in

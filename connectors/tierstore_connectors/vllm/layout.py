@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-_MOST_RUNS = 4096  # runs of one block in one tensor
+_MOST_RUNS = 4096  # the most runs of a block in a tensor
 
 
 class UnsupportedError(Exception):
@@ -82,7 +82,7 @@ def page_layout(tensors: Sequence[TensorShape], *, num_blocks: int, blocks: int)
     """Return the layout of a group's pages, with ``blocks`` blocks each. Raise :class:`UnsupportedError` for
     tensors in an unknown layout."""
     if not tensors:
-        raise UnsupportedError("a KV cache group without tensors")
+        raise UnsupportedError("a KV cache group has no tensors")
     planes: list[Plane] = []
     meaning: list[object] = []
     for tensor in tensors:

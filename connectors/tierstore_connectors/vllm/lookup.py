@@ -45,8 +45,8 @@ _log = logging.getLogger("vllm.tierstore")
 _THREADS = 2  # threads that wait for the daemon's answers
 _FETCHERS = 4  # threads that wait for other hosts
 # The first poll of a lookup waits up to _FIRST_POLL_S, within which the daemon normally answers. Later polls
-# wait up to _POLL_S. Otherwise an idle engine would run empty steps without a pause, and the threads that
-# wait for the answer would get the GIL only every 5 ms.
+# wait up to _POLL_S. Without these waits, an idle engine would run empty steps without a pause, and the
+# threads that wait for the answer would get the GIL only every 5 ms.
 _FIRST_POLL_S = 0.004
 _POLL_S = 0.001
 _CONNECT_S = 1.0  # how long the engine's start waits for the daemon
@@ -66,7 +66,7 @@ class LookupSize:
     model: Identity | None = None
 
     def prompt(self, keys: Sequence[PageKey], tokens: bytes, chunk_tokens: int) -> Prompt:
-        """Return a prompt's whole chunks for a lookup of these pages."""
+        """Return the :class:`Prompt` for a lookup of the whole chunks with these ``keys`` and ``tokens``."""
         if self.model is None:
             return EnginePrompt(self.identities, keys, tokens, chunk_tokens)
         return SharedPrompt(self.model, self.identities, tokens, chunk_tokens)
@@ -80,9 +80,9 @@ class PromptLookup:
         self.keys = keys
         self.chunk_tokens = chunk_tokens
         self.first_polled: float | None = None  # the time of the first poll
-        self.batch = 0  # the number of the :meth:`VllmLookups.ask` call
+        self.batch = 0  # the number of the ask() call, which the breaker uses
         self.asked_at = 0.0
-        self.late = False  # the daemon did not answer in time
+        self.late = False  # True if the daemon did not answer in time
         self.declined = 0  # tokens found on disk that are computed because that is faster
         self.extra_s = 0.0  # additional time for the answer, while pages of other hosts are fetched
         self.promise: Promise | None = None  # another engine's promise; None after the wait for it
@@ -139,7 +139,9 @@ class PromptLookup:
         with self._lock:
             hit, fetched = self._hit, self._fetched
         if hit is None or fetched is None:
-            return 0 if hit is None else hit.tokens  # whole chunks, because of _hold_whole_chunks
+            return (
+                0 if hit is None else hit.tokens
+            )  # a multiple of chunk_tokens, because of _hold_whole_chunks
         if not fetched.done:  # the transfer ends at its deadline
             return None
         came = min(fetched.wait(), hit.tokens)
@@ -206,7 +208,7 @@ class PromptLookup:
 
 
 class VllmLookups:
-    """Lookups of prompts in the daemon. Used by the scheduler's thread only."""
+    """Lookups of prompts in the daemon. Only the scheduler's thread calls the methods."""
 
     def __init__(
         self, settings: VllmSettings, errors: ErrorLog, clock: Callable[[], float] = time.monotonic
@@ -230,13 +232,13 @@ class VllmLookups:
         self._shards = tuple(shards)
         self._open("")
         for size in self._sizes:
-            size.store.wait_connected(_CONNECT_S)  # without a daemon every lookup misses until it connects
+            size.store.wait_connected(_CONNECT_S)  # until the daemon is connected, lookups miss
 
     def renew(self, epoch: str) -> None:
         """Use the identities of ``epoch`` from now on. Lookups in flight find nothing.
 
-        This makes a new connection, because the daemon limits the number of a client's identities, and drops
-        them only when the client disconnects.
+        The method makes a new connection, because the daemon limits the number of a client's identities, and
+        drops them only when the client disconnects.
         """
         if self.store is not None:
             self._close_stores()
@@ -256,13 +258,15 @@ class VllmLookups:
         model = self._shards[0].model
         if model is not None:
             model = under_epoch(model, epoch)
-            pages = list({each.identity: each for each in pages}.values())  # ranks may have the same heads
+            pages = list(
+                {each.identity: each for each in pages}.values()
+            )  # ranks with the same heads have equal identities
         identities = tuple(under_epoch(each.identity, epoch) for each in pages)
         groups = [
             Group(number, each.rule, KVSpec.parse(each.identity.layout), named=not each.rule.chained)
             for number, each in enumerate(pages)
         ]
-        prompts = identities[0] if model is None else model  # the identity that all prompts have
+        prompts = identities[0] if model is None else model  # the identity of the prompts, for all groups
         spec = KVSpec.parse(prompts.layout)
         store = self._settings.connect(identities[0], spec, threads=1, groups=groups, log=_log)
         store.planner = self.planner
@@ -334,7 +338,7 @@ class VllmLookups:
         """Return a function that explains the missed tokens of a lookup's prompt. The function waits for the
         daemon, so a background thread must call it."""
         store = self.store
-        assert store is not None, "only prompts that were looked up are explained"
+        assert store is not None, "explanation() needs connect() first"
         return lambda: store.explain(lookup.prompt(), timeout_s=_EXPLAIN_S)
 
     def close(self) -> None:
@@ -393,7 +397,8 @@ class VllmLookups:
             self._prefetch(lookup)
 
     def _look_up(self, lookups: Sequence[PromptLookup], *, counted: bool = True) -> None:
-        """Look up ``lookups`` at once, except released ones. Each keeps its longest hit over all sizes."""
+        """Look up ``lookups`` at once, except released ones. Each lookup keeps its longest hit over all
+        sizes."""
         asked = [
             (lookup, size) for lookup in lookups for size in range(len(lookup.sizes)) if not lookup.released
         ]
@@ -405,7 +410,7 @@ class VllmLookups:
             if size and hit.tokens <= (lookup.hit.tokens if lookup.hit is not None else 0):
                 hit.release()
                 continue
-            lookup.late = late and not hit.tokens  # otherwise the daemon has answered that there is no hit
+            lookup.late = late and not hit.tokens  # with a timely answer, the store has no page
             self._hold_whole_chunks(lookup, hit, size)
 
     def _hold_whole_chunks(self, lookup: PromptLookup, hit: Hit, size: int) -> None:

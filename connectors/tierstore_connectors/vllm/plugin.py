@@ -70,7 +70,7 @@ def _configured(arguments: Any, make: Callable[[], Any]) -> Any:
 
 
 def _choice(arguments: Any) -> PluginChoice:
-    """Choose the flags. There are none if the user has chosen a connector, or if no store can be used."""
+    """Choose the flags. Return none if the user has chosen a connector or no store can be used."""
     given = {
         "--kv-transfer-config": arguments.kv_transfer_config,
         "--kv-offloading-size": arguments.kv_offloading_size,

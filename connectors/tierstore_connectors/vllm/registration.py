@@ -38,7 +38,9 @@ def register_groups(
     """
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise UnsupportedError("context parallelism spreads a block's tokens over workers")
+        raise UnsupportedError(
+            "context parallelism is not supported: it spreads a block's tokens over workers"
+        )
     tensors = {name: tensor for name, tensor in caches.items() if isinstance(tensor, torch.Tensor)}
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1 or len(tensors) != len(caches):
@@ -81,7 +83,7 @@ def _own(group: CacheGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, to
     for name in group.layers:
         tensor = tensors.get(name)
         if tensor is None:
-            continue  # a layer of another pipeline stage
+            continue  # the layer is in another pipeline stage
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if place not in seen:
             seen.add(place)

@@ -71,7 +71,7 @@ _STORED_S, _MOST_STORED = 60.0, 65_536
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """One request, from its arrival to its end.
+    """The state of one request, from the request's arrival to its end.
 
     - ``answer``: loadable tokens according to the lookup, or None; ``answered_at``: the lookup's end.
     - ``held``: tokens in the store, according to the lookup. ``local``: tokens in vLLM's own cache.
@@ -80,9 +80,9 @@ class TrackedRequest:
     - ``resumable``, for models with recurrent states: the number of leading chunks at whose end the store
       has, or will have, all states. States at earlier chunks are not saved.
     - ``stale``: True if part of the request's KV was computed before
-      :meth:`SchedulerHalf.forget_everything`. Its chunks are then not saved.
-    - ``uncached``: True if the request's adapter or image is unknown. Its chunks are then neither loaded nor
-      saved.
+      :meth:`SchedulerHalf.forget_everything`. The request's chunks are then not saved.
+    - ``uncached``: True if the request's adapter or image is unknown. The request's chunks are then neither
+      loaded nor saved.
     - ``promise``: the promise of another engine; None after the wait for it.
     - ``explained``: True after the reasons of missed tokens were requested.
     """
@@ -289,8 +289,8 @@ class SchedulerHalf:
     # -- finding -------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """Record a new request. It is looked up when vLLM calls :meth:`matched`, or in the next step if vLLM
-        cannot schedule it yet."""
+        """Record a new request, which is looked up when vLLM calls :meth:`matched`, or in the next step if
+        vLLM cannot schedule it yet."""
         self._unasked[request.request_id] = self._track(request)
 
     def matched(self, request: Any, local: int) -> int | None:
@@ -453,7 +453,7 @@ class SchedulerHalf:
         self._lost.append(request.request_id)  # until the load is ordered
         end = tracked.local + external
         assert end == tracked.answer or not self.groups.with_states, (
-            "a load with states must have the length of the hit"
+            "a load with recurrent states must have the length of the hit"
         )
         chunks = -(-end // chunk_tokens)
         groups = [

@@ -1,7 +1,7 @@
 """The worker half of vLLM's connector: it copies KV blocks to and from the daemon's arena, and decides
 nothing.
 
-vLLM calls the worker half on the model's thread. Each call only starts work on other threads, or reads the
+vLLM calls the worker half on the model's thread. A call only starts work on other threads, or reads the
 results of such work. The order in a step is: :meth:`WorkerHalf.fence`, before the step writes blocks, the
 forward pass, :meth:`WorkerHalf.load`, :meth:`WorkerHalf.save`, :meth:`WorkerHalf.results`.
 """

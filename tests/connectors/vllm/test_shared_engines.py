@@ -150,7 +150,7 @@ class Engine:
         )
         self.run(output, lambda: [worker.compute(kv, blocks) for worker in self.workers])
         for worker in self.workers:
-            worker.half._saves.close(30.0)
+            worker.half._saves.fence(None, 30.0)
 
     def load(self, request, blocks):
         """Load what is found into ``blocks``; how many tokens that is."""
