@@ -352,7 +352,7 @@ class TierStoreHiCache(HiCacheStorage):
                 loaded = self._load_held(place, *known, keys, indices)
             if not loaded and (query := self._find(place, keys, extra_info)) is not None:
                 loaded = self._load_held(place, query, 0, keys, indices)
-            self._stats.loaded(len(loaded), place.pages.page_bytes, time.monotonic() - began)
+            self._stats.record(len(loaded), place.pages.page_bytes, time.monotonic() - began, load=True)
             came = [both and at in loaded for at, both in enumerate(came)]
         return came
 
@@ -412,7 +412,7 @@ class TierStoreHiCache(HiCacheStorage):
             transfer.wait(max(ends - began, 0.0))
         transfer.cancel()  # SGLang may overwrite the pages after this method returns
         pages = transfer.wait() // place.pages.chunk_tokens
-        self._stats.saved(pages, place.pages.page_bytes, time.monotonic() - began)
+        self._stats.record(pages, place.pages.page_bytes, time.monotonic() - began, load=False)
         return pages
 
     def _warn_unknown(self) -> None:
@@ -506,14 +506,10 @@ class _Transfers:
         self._loads: list[tuple[int, float]] = []
         self._saves: list[tuple[int, float]] = []
 
-    def loaded(self, pages: int, page_bytes: int, seconds: float) -> None:
-        self._record(self._loads, pages, page_bytes, seconds)
-
-    def saved(self, pages: int, page_bytes: int, seconds: float) -> None:
-        self._record(self._saves, pages, page_bytes, seconds)
-
-    def _record(self, batches: list[tuple[int, float]], pages: int, page_bytes: int, seconds: float) -> None:
+    def record(self, pages: int, page_bytes: int, seconds: float, *, load: bool) -> None:
+        """Record a read into the host pool (``load``) or a write of ``pages`` pages."""
         with self._lock:
+            batches = self._loads if load else self._saves
             if len(batches) < 10_000:  # bounds the list if SGLang never calls take()
                 batches.append((pages, pages * page_bytes / max(seconds, 1e-9) / 1e9))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -163,24 +163,13 @@ class RequestOptions:
             asked = {}
         if not isinstance(asked, Mapping):
             return cls(), f"kv_transfer_params.tierstore is {type(asked).__name__}, not an object"
-        wrong = sorted(str(name) for name in set(asked) - _KNOWN)
+        wrong = sorted(str(name) for name in set(asked) - {*_VALID, "tokens", "until_s"})
         values: dict[str, Any] = {"hands_over": params.get("do_remote_decode") is True}
-        for name in ("pin", "no_save"):
-            value = asked.get(name, False)
-            if isinstance(value, bool):
-                values[name] = value
-            else:
+        for name, is_valid in _VALID.items():
+            if name in asked and is_valid(asked[name]):
+                values[name] = asked[name]
+            elif name in asked:
                 wrong.append(name)
-        ttl_s = asked.get("ttl_s")
-        if ttl_s is None or (_is_number(ttl_s) and ttl_s >= 0):
-            values["ttl_s"] = ttl_s
-        else:
-            wrong.append("ttl_s")
-        priority = asked.get("priority", 0)
-        if isinstance(priority, int) and not isinstance(priority, bool) and -100 <= priority <= 100:
-            values["priority"] = priority
-        else:
-            wrong.append("priority")
         if params.get("do_remote_prefill") is True and "tokens" in asked:
             try:
                 promise = Promise(asked["tokens"], asked.get("until_s", HANDOVER_S))
@@ -195,7 +184,6 @@ class RequestOptions:
 
 
 _SIZE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
-_KNOWN = {"pin", "no_save", "ttl_s", "priority", "tokens", "until_s"}
 
 
 def _is_number(value: object) -> bool:
@@ -203,3 +191,12 @@ def _is_number(value: object) -> bool:
     return (
         isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     )
+
+
+_VALID: Mapping[str, Callable[[Any], bool]] = {
+    "pin": lambda value: isinstance(value, bool),
+    "no_save": lambda value: isinstance(value, bool),
+    "ttl_s": lambda value: value is None or (_is_number(value) and value >= 0),
+    "priority": lambda value: isinstance(value, int) and not isinstance(value, bool) and -100 <= value <= 100,
+}
+"""The options of a request that are set directly, with the checks of their values."""
