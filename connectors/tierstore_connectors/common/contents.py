@@ -294,7 +294,7 @@ class _Hashes:
             return
         known = _read(self._file)
         for each in files:
-            known.pop(each.key, None)  # moves the digest to the end: only the last digests are kept
+            known.pop(each.key, None)  # moves the digest to the end: old digests are dropped first
             known[each.key] = each.value
         kept = dict(list(known.items())[-_MOST_ENTRIES:])
         with suppress(OSError):

@@ -193,7 +193,7 @@ class LlamaBlocks:
         return len(self.layout.caches) > 1
 
     def save(self, state: LlamaSequence, *, held: int = 0) -> int:
-        """Store the pages of ``state`` behind the first ``held`` tokens, which the store has. Return the
+        """Store the pages of ``state`` after the first ``held`` tokens, which are stored already. Return the
         number of stored tokens, counted from the prompt's start. The method waits for the save, so call it on
         a separate thread.
 

@@ -289,7 +289,7 @@ class TierStoreHiCache(HiCacheStorage):
         return held
 
     def _find(self, place: _BufferPlace, keys: Sequence[str], extra_info: Any) -> Query | None:
-        """Look up pages. Return None if none is found, or if the daemon cannot be asked now."""
+        """Look up pages. Return None if no page is found, or if the breaker allows no request."""
         with self._lock:
             if not keys or not self._breaker.allows(time.monotonic()):
                 return None

@@ -135,7 +135,7 @@ _ELSEWHERE = frozenset({"model_path", "revision", "weight_version", "random_seed
 
 
 def page_hash(key: str) -> bytes:
-    """Return 32 bytes for a page's name in SGLang: the SHA-256 that the name is, or one of the name."""
+    """Return 32 bytes for a page's name: the decoded SHA-256 hash of SGLang, or the hash of another name."""
     if len(key) == 2 * NAME_BYTES:
         try:
             return bytes.fromhex(key)

@@ -188,7 +188,7 @@ class EncoderScheduler:
             known = self._inputs.get(name)
             if known is None:
                 known = self._look_up(name, key) if key is not None else None
-            elif known.key != key:  # two inputs have this name: neither may get the other's embedding
+            elif known.key != key:  # two inputs have this name, so neither may get the stored embedding
                 known.miss()
             ready = ready and (known is None or not self._waits(known))
         return ready

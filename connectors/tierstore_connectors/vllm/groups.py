@@ -93,8 +93,8 @@ class Groups:
     def label(self, group: CacheGroup) -> str:
         """Return the group's label in its pages' identities.
 
-        A label that begins with ``group`` marks a group whose pages every hit needs completely. The daemon's
-        KV events contain these groups only.
+        The label begins with ``group`` if every hit needs all pages of the group up to the hit's end. The
+        daemon's KV events contain only groups whose label begins with ``group``.
         """
         if group.rule.past is Past.STATE:
             return f"state{group.number}"

@@ -317,7 +317,7 @@ class MediaContents:
     """Digests of the tensors that the processor makes of images and other media.
 
     vLLM's own hash of an image may be a client's ``multi_modal_uuids``. If a client gives one name to two
-    images, vLLM uses the first image's embedding for both while it is in the encoder cache. Stored pages
+    images, vLLM uses the first image's embedding for both images while the encoder cache has it. Stored pages
     would make this error permanent, so the tensors are hashed as well. If two different tensors have one
     name, it is unknown which of them vLLM computes with. Requests with such a name are not cached.
     """
@@ -332,7 +332,8 @@ class MediaContents:
 
     def digest(self, feature: Any) -> str:
         """Return the digest of one of vLLM's ``mm_features``: SHA-256, in hexadecimal digits. Raise
-        :class:`UnsupportedError` if its tensors are not available or its name is ambiguous."""
+        :class:`UnsupportedError` if the feature's tensors are not available, or if two contents have its
+        name."""
         name = f"{feature.modality} {feature.identifier}"
         items = feature.data
         if items is None or "address" in items:
