@@ -1,8 +1,9 @@
-"""One daemon for all engines of a host. An engine computes and ends, and the next engine finds its pages.
+"""One daemon for all engines of a host: a second engine finds the pages that the first engine has computed.
 
     python examples/daemon_and_engine.py
 
-In production the daemon is `tierstore serve`, started once per machine. Here it runs as long as the example.
+In production, start the daemon `tierstore serve` once per machine. This example starts and ends its own
+daemon.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ def daemon(directory: str) -> Iterator[str]:
             time.sleep(0.05)
         yield url
     finally:
-        process.terminate()  # the daemon writes the rest to disk
+        process.terminate()  # the daemon then writes its unsaved pages to disk
         process.wait()
 
 
 def ask(url: str) -> str:
-    """Run one engine: it has its own model and page pool, and uses the daemon for everything below."""
-    model = load_model("tiny", device="cpu")  # or a Hugging Face folder; this one has random weights
+    """Run one engine, which has its own model and page pool, and keeps pages in the daemon."""
+    model = load_model("tiny", device="cpu")  # has random weights; a Hugging Face folder works as well
     engine = build_engine(model, pool_pages=128, store=url)
     try:
         [completion] = engine.generate([PROMPT], SamplingParams(max_new_tokens=16))
@@ -55,7 +56,7 @@ def ask(url: str) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as directory, daemon(directory) as url:
         first = ask(url)
-        second = ask(url)  # another engine: only the daemon's pages are left of the first
+        second = ask(url)  # a new engine, which finds the first engine's pages in the daemon
     print("the same answer" if first == second else "DIFFERENT ANSWERS")
 
 

@@ -1,10 +1,11 @@
-"""llama.cpp's Python binding over a daemon: a second process restores the prompt that the first one computed.
+"""llama.cpp's Python binding with a daemon: a second process restores the prompt that the first has computed.
 
     tierstore serve --disk /tmp/kv &
     python examples/llamacpp_binding.py MODEL.gguf
 
-Run it twice, and restart the daemon in between if you like. A second argument is the daemon's address.
-docs/llamacpp.md has the settings, and `tierstore llama` for llama-server.
+Run the program twice: the second process restores the prompt, even if the daemon was restarted in between. A
+second argument is the daemon's address. docs/llamacpp.md describes the settings, and `tierstore llama`, a
+proxy for llama-server.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Your own engine: it computes in the pages of a pool, and a connector finds, loads and saves them.
+"""A small engine that computes in the pages of a pool. A connector finds, loads and saves the pages.
 
     python examples/own_engine.py [DIRECTORY | ipc://PATH]
 
-The model is one attention head with random weights, so that the whole engine is short. It uses pages like an
-engine for a GPU. Saving does not copy within the pool: a saved page stays in its place.
+The model is one attention head with random weights, so that the engine is short. The engine uses pages like
+an engine for a GPU. Saving a page does not copy it within the pool: the page stays where it is.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ class OwnEngine:
     def generate(self, text: bytes, new_tokens: int) -> bytes:
         tokens = list(text)
         prompt = self.connector.prompt(tokens)
-        # The last token is always computed, because the next token follows from it.
+        # The last token is always computed, because the next token is predicted from it.
         hit = self.connector.lookup(prompt, max_tokens=len(tokens) - 1)
         loaded = self.connector.load(hit, deadline_s=0.5).wait()
         pages = list(loaded.pages)
         needed = -(-(len(tokens) + new_tokens) // CHUNK)
         pages += self.connector.allocate(needed - len(pages)) or []
-        assert len(pages) == needed, "a real engine waits for room, or preempts another sequence"
+        assert len(pages) == needed, "a real engine waits for free pages, or preempts another sequence"
 
         self._prefill(tokens, loaded.tokens, pages)
         for _ in range(new_tokens):
             tokens.append(self._next_token(tokens, pages))
             self._prefill(tokens, len(tokens) - 1, pages)
 
-        # Full chunks that did not come from the store. They are read-only from now on.
+        # Save the full chunks that were computed. Their pages are read-only after this call.
         first, full = loaded.tokens // CHUNK, len(tokens) // CHUNK
         prompt.extend(tokens[len(text) :])
-        self.connector.save(prompt, pages[first:full], first=first)  # copies run in the background
+        self.connector.save(prompt, pages[first:full], first=first)  # returns before the copies end
         self.connector.release(pages)
         return bytes(tokens[len(text) :])
 
@@ -91,7 +91,7 @@ def main(store: str) -> None:
             print(
                 f"{life} life, {question.decode():6}: computed {computed} of {len(document + question) + 24}"
             )
-        engine.close()  # writes the rest to disk
+        engine.close()  # first writes unsaved pages to disk
     print("the same answers" if answers[:3] == answers[3:] else "DIFFERENT ANSWERS")
 
 

@@ -1,10 +1,10 @@
-"""transformers over a store: a second process loads the prompt that the first one has computed.
+"""transformers with a store: a second process loads the prompt that the first process has computed.
 
     tierstore-engine fetch ./smollm2        # SmolLM2-135M-Instruct, or any model's folder or name
     python examples/transformers_generate.py ./smollm2 ./kv
 
-Run it twice: the second process loads the document. ./kv may be a daemon's URL instead. docs/transformers.md
-has the settings.
+Run the program twice: the second process loads the document. A daemon's URL may replace ./kv.
+docs/transformers.md describes the settings.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main(folder: str, store: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     cache = TierStoreCache(model, store)
-    # Named past_key_values before transformers 5.24, which accepts both names.
+    # The argument is named past_key_values before transformers 5.24.
     name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     for question in ("How much is item 7?", "How much is item 41?"):
         before = cache.counters().get("loaded_tokens", 0)

@@ -1,11 +1,11 @@
-"""vLLM over a daemon: a second process loads the pages that the first one has computed.
+"""vLLM with a daemon: a second process loads the pages that the first process has computed.
 
     tierstore serve --host-bytes 8GiB --disk ./kv --disk-bytes 50GiB &
     python examples/vllm_offline.py MODEL [URL] [JSON]
 
-Run it twice: the second process reuses the document. URL is the daemon's address (default: this user's
-daemon). JSON has more arguments of vllm.LLM. With TIERSTORE=auto in the environment, a program
-needs neither the daemon nor the argument: see docs/vllm.md.
+Run the program twice: the second process reuses the document. URL is the daemon's address (default: this
+user's daemon). JSON has more arguments of vllm.LLM. With TIERSTORE=auto in the environment, vLLM starts the
+daemon and sets the connector itself: see docs/vllm.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import sys
 from typing import Any
 
-DOCUMENT = [3 + number % 200 for number in range(1000)]  # token ids; with a tokenizer, text works as well
+DOCUMENT = [3 + number % 200 for number in range(1000)]  # token ids; text works with a tokenizer
 
 
 def main(model: str, url: str | None = None, options: str = "{}") -> None:

@@ -35,7 +35,7 @@ from tierstore_connectors.common.handover import BOTH, Role
 if TYPE_CHECKING:
     from tierstore.tiers.overflow import Overflow
 
-_CONNECT_S = 2.0  # how long opening waits for a daemon
+_CONNECT_S = 2.0  # how long open_connector waits for a daemon
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class NoStore(Connector):
         return Prompt(identity, tokens, chunk_tokens=self.pool.spec.chunk_tokens)
 
     def register(self, adapter: str) -> None:
-        """Do nothing: nothing is stored."""
+        """Do nothing: there is no store."""
 
     def lookup(self, prompt: Prompt, *, max_tokens: int | None = None, counted: bool = True) -> ConnectorHit:
         return NoHit()
@@ -87,10 +87,10 @@ class NoStore(Connector):
         return back
 
     def decline(self, hit: ConnectorHit, plan: Plan) -> None:
-        """Do nothing: there are no hits."""
+        """Do nothing: this connector has no hits to decline."""
 
     def computed(self, tokens: int, behind: int, seconds: float) -> None:
-        """Do nothing: there are no plans."""
+        """Do nothing: no load is planned."""
 
     keeps = False
 
@@ -107,7 +107,7 @@ class NoStore(Connector):
         return Transfer.completed(0)
 
     def finish(self, session: str) -> None:
-        """Do nothing: nothing is stored."""
+        """Do nothing: no page is stored."""
 
     def allocate(self, count: int, *, group: int = 0, near: Sequence[int] = ()) -> list[int] | None:
         return self.pools[group].allocate(count, near=near)
@@ -116,7 +116,7 @@ class NoStore(Connector):
         self.pools[group].free(pages)
 
     def lose(self, pages: Sequence[int], *, group: int = 0) -> None:
-        """Do nothing: no page is found again."""
+        """Do nothing: no page is cached."""
 
     def evict(self, count: int, *, group: int = 0) -> int:
         return 0
@@ -141,24 +141,24 @@ class NoStore(Connector):
 
 
 class StoreConnector(Connector):
-    """A connector over a store that shares the engine's page pools: pages in HBM are found and cached like
-    others."""
+    """A connector over a store that shares the engine's page pools: the store finds and caches pages in HBM
+    like pages in other tiers."""
 
     def __init__(
         self,
         store: Store,
         *,
         daemon: bool = False,
-        beside: Callable[[KVSpec, Identity], Store] | None = None,
+        beside: Callable[..., Store] | None = None,
     ) -> None:
-        """``daemon``: the store is at a daemon, where other engines find its pages. ``beside`` opens a store
-        of embeddings in the same tiers (None: in the tiers of the embedded ``store``)."""
+        """``daemon`` says whether ``store`` is connected to a daemon, where other engines find its pages.
+        ``beside`` opens a store of embeddings in the same tiers (None: :func:`tierstore.open_beside`)."""
         if not store.pools:
             raise UsageError("the bundled engine needs a store with a page pool")
         self.pools = store.pools
         self.store = store
         self._daemon = daemon
-        self._open_beside = beside or partial(_open_beside, store)
+        self._open_beside = beside or partial(tierstore.open_beside, store)
         self._beside: list[Store] = []
 
     @property
@@ -171,7 +171,7 @@ class StoreConnector(Connector):
         return Prompt(self._identity_of(adapter), tokens, chunk_tokens=self.pool.spec.chunk_tokens)
 
     def embeddings(self, spec: KVSpec, identity: Identity) -> Store | None:
-        self._beside.append(self._open_beside(spec, identity))
+        self._beside.append(self._open_beside(spec, identity=identity))
         return self._beside[-1]
 
     def register(self, adapter: str) -> None:
@@ -268,12 +268,8 @@ class StoreConnector(Connector):
             pool.close()
 
 
-def _open_beside(store: Store, spec: KVSpec, identity: Identity) -> Store:
-    return tierstore.open_beside(store, spec, identity=identity)
-
-
 def _of_store(hit: ConnectorHit) -> StoreHit:
-    assert isinstance(hit, StoreHit), "the hit belongs to another connector"
+    assert isinstance(hit, StoreHit), "a hit must come from this connector's lookup"
     return hit
 
 
@@ -297,20 +293,20 @@ def open_connector(
 ) -> Connector:
     """Create the page pools on ``device``, and return the connector to ``store``.
 
-    ``pool_pages`` is the pool's size in pages. A spec with several layer groups takes one number per group;
-    the pools share one memory, which holds this many pages of each group at once. ``most_bytes`` is the
-    largest size that the pool may be resized to (None: on a CPU its first size; a pool on another device is
-    not resizable). With ``overflow``, the first group's pool has these pages in memory and further ones in
-    the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory. On a CPU, other
-    processes can map the memory of pools with ``shared_parts``. With ``device_heads``, each of several GPUs
-    from ``device`` on has these KV heads of all pages, or of those of its part.
+    ``pool_pages`` is the pool's size in pages: one number, or one per layer group of ``spec``. The pools of
+    several groups share one memory, which holds this many pages of each group at once. ``most_bytes`` is the
+    largest size that the pools may be resized to (None: on a CPU their first size; pools on another device
+    are not resizable). With ``overflow``, the first group's pool has ``pool_pages`` pages in memory and
+    further pages in the overflow file (:mod:`tierstore.tiers.overflow`), on a GPU also in host memory. On a
+    CPU, other processes can map the memory of pools with ``shared_parts``. ``device_heads`` has one entry per
+    GPU, from ``device`` on: the KV heads of all pages (or of the pages of its part) that this GPU stores.
 
-    ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``), a directory for an embedded store,
-    or None for a store of the pool's own pages, which last as long as the connector. Without ``prefix_cache``
-    no page is reused, not even one in the pool; then ``store`` must be None. ``disk_codec`` is how an
-    embedded store encodes pages on disk. ``model_name`` is the model's public name. ``role`` says whether the
-    engine loads and saves pages that it shares with other engines through a daemon. Raises the errors of
-    :func:`tierstore.open` and :func:`tierstore.connect`.
+    ``store`` is a daemon's address (``ipc://PATH``, ``tcp://HOST:PORT``) or a directory for an embedded
+    store. With None, only pages in the pool are reused, until the connector is closed. Without
+    ``prefix_cache`` no page is reused, not even a page in the pool; then ``store`` must be None.
+    ``disk_codec`` is the codec of an embedded store's pages on disk. ``model_name`` is the model's public
+    name. ``role`` says whether the engine loads and saves pages that it shares with other engines through a
+    daemon. Raise the errors of :func:`tierstore.open` and :func:`tierstore.connect`.
     """
     if disk_codec != NONE and (store is None or "://" in store):
         raise UsageError(
@@ -322,7 +318,7 @@ def open_connector(
             "kv_role is only for engines that share a daemon: give the daemon's address as the store"
         )
     if store is not None and not prefix_cache:
-        raise UsageError("prefix_cache is off, so a store would never be used: leave one of the two out")
+        raise UsageError("prefix_cache is off, so a store would never be used: leave out the store")
     counts = [pool_pages] if isinstance(pool_pages, int) else list(pool_pages)
     parts = spec.split()
     if len(counts) != len(parts):
@@ -348,7 +344,7 @@ def open_connector(
                 saves=role.saves,
                 wait_s=0,
             )
-            store.wait_connected(_CONNECT_S)  # without a daemon the engine starts with misses
+            store.wait_connected(_CONNECT_S)  # if no daemon answers, the engine starts, and lookups miss
             return store
 
         return StoreConnector(connect(spec, identity, pools), daemon=True, beside=connect)
@@ -385,5 +381,5 @@ def _open_pools(
             device_heads=device_heads,
         )
     if most_bytes is not None:
-        raise UsageError("a pool with an overflow file cannot be resized: leave one of the two out")
+        raise UsageError("a pool with an overflow file cannot be resized: leave out most_bytes or overflow")
     return open_overflow_pools(spec, counts, overflow, device=device)

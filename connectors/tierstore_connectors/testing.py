@@ -1,8 +1,8 @@
 """Tests for every connector of the bundled engine, as a class to inherit from.
 
-Subclass :class:`ConnectorTests` in a test module and implement ``open_connector(layout, pages)``. pytest
-finds the inherited tests and runs them for models with one and with several layer groups. Set ``reuses`` to
-False for a connector that stores nothing.
+Subclass :class:`ConnectorTests` in a test module and implement ``open_connector(layout, pages)``. pytest runs
+the inherited tests for models with one and with several layer groups. Set ``reuses`` to False for a connector
+that stores nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from tierstore.testing.pages import leading_tokens
 from tierstore.types import Loaded
 from tierstore_connectors.base import Connector
 
-TOKENS = list(range(100, 170))  # 16-token chunks: four whole ones and six tokens
+TOKENS = list(range(100, 170))  # four whole chunks of 16 tokens, and six tokens
 CHUNK = 16
 
 
 class ConnectorTests(ABC):
-    """Subclasses open a connector over 16-token chunks."""
+    """Tests of the :class:`Connector` interface. A subclass opens a connector with 16-token chunks."""
 
     reuses = True
 
     @abstractmethod
     def open_connector(self, layout: Layout, pages: int) -> Connector:
-        """Return a new connector for a model of these layer groups. Its pools hold ``pages`` pages of each
-        group at once (:meth:`Layout.pools`)."""
+        """Return a new connector for a model with the layer groups of ``layout``. The connector's pools hold
+        ``pages`` pages of each group at once (:meth:`Layout.pools`)."""
 
     @pytest.fixture(params=LAYOUTS, ids=str)
     def layout(self, request: pytest.FixtureRequest) -> Layout:
@@ -43,7 +43,8 @@ class ConnectorTests(ABC):
     def compute(
         self, connector: Connector, layout: Layout, prompt: Prompt, *, first: int = 0
     ) -> list[list[int]]:
-        """Allocate, fill and save pages of every group for the chunks from ``first`` on. Return the pages."""
+        """Allocate, fill and save pages of every group for the chunks from ``first`` on. Return the pages of
+        each group."""
         owned = []
         for group in layout.groups:
             contents = layout.pages_of(prompt.tokens.tolist(), group.number)[first:]
@@ -63,7 +64,7 @@ class ConnectorTests(ABC):
         self.release(connector, [part.pages for part in loaded.groups])
 
     def loaded_bytes(self, connector: Connector, layout: Layout, loaded: Loaded) -> ByGroup:
-        """Return the bytes that a load returned for each group, in the form of :meth:`Layout.right`."""
+        """Return the bytes of the loaded pages of each group, in the form of :meth:`Layout.right`."""
         found: ByGroup = [[] for _ in layout.groups]
         for group, part in enumerate(loaded.groups):
             for chunk, page in enumerate(part.pages, part.first):
@@ -143,7 +144,7 @@ class ConnectorTests(ABC):
                 right = layout.right(TOKENS, loaded.tokens)
                 assert self.loaded_bytes(connector, layout, loaded) == right
             if loaded.tokens % CHUNK:
-                connector.pool.array[loaded.pages[-1]] = 0  # its own copy: other pages must not change
+                connector.pool.array[loaded.pages[-1]] = 0  # a private copy: no other page may change
             self.release_loaded(connector, loaded)
         connector.close()
 

@@ -1,12 +1,12 @@
 """The entry points of the command-line programs and of the engines' plug-ins.
 
-The programs set a SIGTERM handler before they import anything else. The kernel ignores SIGTERM for process 1
-of a container until the process has a handler, and importing a program's modules takes seconds on a busy
-machine. So this package imports only the standard library, and sets a handler first. Until a server installs
-its own handler, which shuts down in order, the process exits at once. The data on disk withstands that.
+A program sets a SIGTERM handler before it imports its modules. The kernel ignores SIGTERM for process 1 of a
+container until the process has a handler, and importing the modules takes seconds on a busy machine. So this
+package imports only the standard library. The handler ends the process at once, which does not damage data on
+disk. A server later replaces it by a handler that shuts down in order.
 
-vLLM and SGLang load the plug-ins in each of their processes. Without the variable ``TIERSTORE`` a plug-in
-imports nothing and does nothing.
+vLLM and SGLang load the plug-ins in each of their processes. Without the environment variable ``TIERSTORE``,
+a plug-in imports nothing and does nothing.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _ENDED_BY_SIGTERM = 128 + int(signal.SIGTERM)
 
 
 def _end_on_sigterm(*, server: bool) -> None:
-    """Exit at SIGTERM: with 0 if the program is a ``server``, which normally ends this way, otherwise with
-    143."""
+    """Make SIGTERM end the process, with exit code 0 for a ``server``, which normally ends by SIGTERM,
+    otherwise with 143."""
     code = 0 if server else _ENDED_BY_SIGTERM
     signal.signal(signal.SIGTERM, lambda *_: os._exit(code))
 
 
 def tierstore() -> None:
-    """Run ``tierstore``. Its command ``llama`` is a proxy, which the store's own package does not know."""
+    """Run ``tierstore``, with the proxy command ``llama``, which is in the package ``tierstore_proxy``."""
     _end_on_sigterm(server=sys.argv[1:2] in (["serve"], ["llama"]))
     from tierstore.cli import app, main
     from tierstore_proxy.llama import cli as llama
@@ -60,12 +60,12 @@ def proxy() -> None:
 
 
 def vllm_plugin() -> None:
-    """Give vLLM's engines the store that ``TIERSTORE`` names."""
+    """Make vLLM use the store that the variable ``TIERSTORE`` names."""
     _plug_in("vllm")
 
 
 def sglang_plugin() -> None:
-    """Give SGLang's engines the store that ``TIERSTORE`` names."""
+    """Make SGLang use the store that the variable ``TIERSTORE`` names."""
     _plug_in("sglang")
 
 
@@ -76,5 +76,5 @@ def _plug_in(engine: str) -> None:
         from importlib import import_module
 
         import_module(f"tierstore_connectors.{engine}.plugin").install()
-    except Exception as error:  # noqa: BLE001  # the engine must start; vLLM does not catch the error
+    except Exception as error:  # noqa: BLE001  # vLLM would not catch the error, and the engine must start
         sys.stderr.write(f"tierstore: runs without the cache: {error!r}\n")

@@ -1,1 +1,1 @@
-"""Code shared by connectors. It does not depend on any engine."""
+"""Code that several connectors use, and that depends on no engine."""

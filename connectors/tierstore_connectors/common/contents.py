@@ -1,12 +1,13 @@
-"""Digests of files over all of their bytes: weights, adapters, and the files beside them.
+"""Digests of the complete contents of files: weights, adapters, and other files of a model.
 
-Names, sizes and times do not distinguish files: images are built with one time for all files, and two
-fine-tunes of one model have equal sizes. So every byte counts. Threads hash at about 1 GB/s each.
+A file's name, size and times do not identify its contents: container images set one time for all files, and
+two fine-tunes of one model have equal sizes. So every byte is hashed, at about 1 GB/s per thread.
 
-A cache file remembers digests, so that only the first start of an engine hashes. An entry is found by device,
-inode, size, both times of the file (the kernel sets ``st_ctime``; programs cannot), and a sample of its
-bytes. The cache file is used only if no other user could have written it. Without a usable cache file each
-start hashes. If several processes need the same files, one hashes and the others wait.
+A cache file stores digests, so that only the first start of an engine hashes. A file's entry is found by the
+file's device, inode, size, modification time, change time (``st_ctime``, which only the kernel sets), and a
+sample of its bytes. The cache file is used only if no other user could have written it. Without a usable
+cache file, each start of an engine hashes all files. If several processes need the same files, one process
+hashes and the other processes wait.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from tierstore_connectors.common.facts import WEIGHTS
 
 _SAMPLES, _SAMPLE_BYTES = 64, 4096  # per file, evenly spaced
 _SAMPLED_FROM = 1 << 20
-_PART_BYTES = 64 << 20  # one thread's unit of work
+_PART_BYTES = 64 << 20  # a thread hashes a part of this size at a time
 _BUFFER_BYTES = 1 << 20
 _MOST_THREADS = 8
 _MOST_ENTRIES, _MOST_CACHE_BYTES = 8192, 4 << 20
-_SETTLED_NS = 2_000_000_000  # a file may change again within one tick of its file system's clock
+_SETTLED_NS = 2_000_000_000  # a second change within one tick of a file system's clock leaves the times equal
 _WAIT_S = 600.0  # how long to wait for another process that hashes the same files
 _RETRIES = 3
 # Files in a model's folder that engines do not use. Hidden files are ignored as well.
@@ -45,8 +46,8 @@ _PAPERS = ("license", "notice", "readme")
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The digest of some files. ``hashed_bytes`` of their ``nbytes`` were hashed now, within ``seconds``; the
-    others were remembered or sampled."""
+    """The digest of some files. Of their ``nbytes`` bytes, ``hashed_bytes`` were hashed in this call, which
+    took ``seconds``; the digests of the other files come from the cache file or from samples."""
 
     digest: str
     files: int
@@ -60,13 +61,14 @@ class Contents:
 
 
 def contents(files: Mapping[str, Path], *, remembered: Path | None, sampled: bool = False) -> Contents:
-    """Return the digest of these files: of their names (the keys) and all of their bytes.
+    """Return the digest of ``files``: of their names (the keys) and their complete contents.
 
     ``remembered`` is the cache file, usually :func:`default_cache`; None hashes every time. With ``sampled``,
-    files of 1 MiB and more count by size, modification time and a sample only. Raises :class:`OSError` for a
+    files of 1 MiB and more count by size, modification time and a sample only. Raise :class:`OSError` for a
     file that cannot be read, or that changes while it is read.
 
-    Any thread and any process may call this function. It blocks: for weights, call it on a separate thread.
+    Any thread and any process may call this function, which blocks: for weights, call it on a separate
+    thread.
     """
     began = time.monotonic()
     hashes = _Hashes(remembered)
@@ -86,8 +88,8 @@ def contents(files: Mapping[str, Path], *, remembered: Path | None, sampled: boo
 
 
 def model_files(folder: Path) -> dict[str, Path]:
-    """Return every file in a model's folder and its subfolders, by its relative name, without hidden files
-    and documents (README, LICENSE, pictures). Raises :class:`OSError`."""
+    """Return every file in a model's folder and its subfolders by relative name, without hidden files and
+    documents (README, LICENSE, pictures). Raise :class:`OSError` if a folder cannot be read."""
     found: dict[str, Path] = {}
     seen: set[tuple[int, int]] = set()
 
@@ -109,8 +111,8 @@ def model_files(folder: Path) -> dict[str, Path]:
 
 
 def contents_of(place: Path, *, sampled: bool = False, log: logging.Logger) -> str:
-    """Return the digest of all bytes of a file, or of all files in a folder. Its path does not count. Raises
-    :class:`UsageError` if it cannot be read."""
+    """Return the digest of a file, or of all files in a folder. The path of ``place`` does not count. Raise
+    :class:`UsageError` if a file cannot be read."""
     try:
         found = contents(files_of(place), remembered=default_cache(), sampled=sampled)
     except OSError as error:
@@ -121,7 +123,8 @@ def contents_of(place: Path, *, sampled: bool = False, log: logging.Logger) -> s
 
 
 def files_of(place: Path) -> dict[str, Path]:
-    """Return a single file, or every file of a model's folder. Raises :class:`UsageError`."""
+    """Return the file ``place``, or every file of the model's folder ``place``, by relative name. Raise
+    :class:`UsageError` if a folder cannot be read."""
     try:
         return model_files(place) if place.is_dir() else {"": place}
     except OSError as error:
@@ -129,13 +132,13 @@ def files_of(place: Path) -> dict[str, Path]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether this is a folder with files of weights."""
+    """Return whether ``folder`` is a folder with weight files."""
     return folder.is_dir() and any(Path(name).suffix in WEIGHTS for name in files_of(folder))
 
 
 def with_contents(value: object, *, sampled: bool = False, log: logging.Logger) -> object:
-    """Return an argument's value as JSON in a fixed order. Paths of existing files are replaced by the files'
-    contents. Raises :class:`UsageError` for a file that cannot be read."""
+    """Return an argument's value as JSON in a fixed order, with the digest of a file's or folder's contents
+    in place of its path. Raise :class:`UsageError` for a file that cannot be read."""
     if isinstance(value, Mapping):
         return [
             [str(key), with_contents(each, sampled=sampled, log=log)]
@@ -152,7 +155,7 @@ def with_contents(value: object, *, sampled: bool = False, log: logging.Logger) 
 
 
 def _is_there(text: str) -> bool:
-    """Return whether this is the name of a file or a folder."""
+    """Return whether ``text`` is the path of an existing file or folder."""
     try:
         place = Path(text)
         return bool(text) and (place.is_file() or place.is_dir())
@@ -161,8 +164,8 @@ def _is_there(text: str) -> bool:
 
 
 def default_cache() -> Path | None:
-    """Return the path of the cache file: ``$XDG_CACHE_HOME/tierstore/contents.json``, or below ``~/.cache``.
-    None if this user has no home."""
+    """Return the path of the cache file: ``$XDG_CACHE_HOME/tierstore/contents.json``, by default in
+    ``~/.cache``. Return None if this user has no home folder."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -175,7 +178,8 @@ def _is_document(file: Path) -> bool:
 
 
 class _Digest:
-    """One file, with its digest once that is known. ``status`` and ``sample`` find it in the cache file."""
+    """One file. ``value`` is its digest, "" until the digest is known, and ``key`` its key in the cache
+    file."""
 
     def __init__(self, path: Path, *, sampled: bool) -> None:
         self.path = path
@@ -185,7 +189,7 @@ class _Digest:
             self.value = f"sample-{self.times[0]}-{self.sample}"
 
     def look(self) -> None:
-        """Record the file's current status and sample."""
+        """Read the file's current status and sample."""
         with _opened(self.path) as fd:
             status = os.fstat(fd)
             self.size = status.st_size
@@ -194,8 +198,8 @@ class _Digest:
             self.key = msgspec.json.encode(
                 [status.st_dev, status.st_ino, self.size, *self.times, self.sample]
             ).decode()
-            # In a file system that is an image, the change time comes from the image. Another image at the
-            # same place may have the same time.
+            # The files of a mounted file system image have the change times of the image, and another image
+            # mounted at the same path may have the same times. The digests of files in images are not stored.
             image = bool(os.fstatvfs(fd).f_flag & os.ST_RDONLY) and self.times[0] == self.times[1]
         self.lasting = not image and time.time_ns() - max(self.times) > _SETTLED_NS
 
@@ -220,7 +224,7 @@ def _sample(fd: int, size: int) -> str:
 
 
 def _hash_part(path: Path, start: int) -> bytes:
-    """Return the digest of one part of a file. The last part may be shorter."""
+    """Return the digest of the part of a file that begins at ``start`` (``_PART_BYTES`` or less)."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_BUFFER_BYTES))
     with _opened(path) as fd:
@@ -235,14 +239,14 @@ def _hash_part(path: Path, start: int) -> bytes:
 
 
 class _Hashes:
-    """The digests in a cache file, and computed digests of files that it lacks."""
+    """The digests of files, read from a cache file or computed."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
         self.hashed_bytes = 0
 
     def fill(self, files: Sequence[_Digest]) -> None:
-        """Set the digest of each of these files."""
+        """Set the digests of ``files``."""
         unknown = [each for each in files if not each.value]
         if not unknown or not (missing := self._find(unknown)):
             return
@@ -252,7 +256,7 @@ class _Hashes:
             self._remember([each for each in missing if each.lasting])
 
     def _find(self, files: Sequence[_Digest]) -> list[_Digest]:
-        """Set the digests that the cache file has. Return the files that it lacks."""
+        """Set the digests that the cache file has. Return the files without a digest."""
         known = _read(self._file)
         for each in files:
             each.value = known.get(each.key, "")
@@ -280,17 +284,17 @@ class _Hashes:
                     each.lasting = lasting and each.key == before
                 if not changed:
                     return
-                files = changed  # read them again
+                files = changed
         raise OSError(f"{files[0].path} changes while it is read")
 
     def _remember(self, files: Sequence[_Digest]) -> None:
-        """Add digests to the cache file, keeping those of other processes. If the file cannot be written, the
-        next start hashes again."""
+        """Add digests to the cache file, and keep the digests that other processes have added. If the cache
+        file cannot be written, the next start hashes again."""
         if self._file is None or not files:
             return
         known = _read(self._file)
         for each in files:
-            known.pop(each.key, None)  # moves it to the end: the latest entries are kept
+            known.pop(each.key, None)  # moves the digest to the end: old digests are dropped first
             known[each.key] = each.value
         kept = dict(list(known.items())[-_MOST_ENTRIES:])
         with suppress(OSError):
@@ -303,7 +307,7 @@ class _Cache(msgspec.Struct):
 
 
 def _read(file: Path | None) -> dict[str, str]:
-    """Return the cache file's digests; none if it is missing, damaged, or writable by other users."""
+    """Return the cache file's digests, or {} if the file is missing, damaged, or writable by other users."""
     if file is None:
         return {}
     try:
@@ -324,7 +328,7 @@ def _read(file: Path | None) -> dict[str, str]:
 
 
 def _replace(file: Path, data: bytes) -> None:
-    """Replace the file atomically, readable by this user only."""
+    """Replace ``file`` atomically. Only this user can read the new file."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd, scratch = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:
@@ -339,8 +343,8 @@ def _replace(file: Path, data: bytes) -> None:
 
 @contextmanager
 def _one_at_a_time(file: Path | None, missing: Sequence[_Digest]) -> Iterator[None]:
-    """Wait while another process hashes these files. This only saves time: without a lock, or after a
-    timeout, both processes hash."""
+    """Wait while another process hashes the same files. The lock only saves time: if it cannot be taken, both
+    processes hash."""
     keys = "".join(each.key for each in missing).encode()
     place = int.from_bytes(hashlib.sha256(keys).digest()[:4], "big")
     try:

@@ -1,4 +1,4 @@
-"""Counters that an engine collects, adds up and exports."""
+"""Counters of a connector, which its engine collects, adds up and exports."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 
 class ConnectorCounters:
-    """Amounts by name since the last :meth:`take`. Thread-safe."""
+    """Amounts by counter name since the last :meth:`take`. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -18,12 +18,12 @@ class ConnectorCounters:
             self._amounts[name] = self._amounts.get(name, 0) + amount
 
     def take(self) -> dict[str, float]:
-        """Return the amounts, and start again from zero."""
+        """Return all amounts, and reset them to zero."""
         with self._lock:
             amounts, self._amounts = self._amounts, {}
         return amounts
 
 
 def added(a: Mapping[str, float], b: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums of both."""
+    """Return the sum of ``a`` and ``b`` for each name."""
     return {name: a.get(name, 0) + b.get(name, 0) for name in {**a, **b}}

@@ -25,7 +25,7 @@ class EmbeddingKey:
 
     @property
     def prompt(self) -> Prompt:
-        """The embedding's pages, as a prompt for a store's verbs."""
+        """The key of the embedding's pages, as a prompt for the methods of a store."""
         return Prompt.of_input(self.identity, self.content, self.rows, chunk_tokens=self.spec.chunk_tokens)
 
     @property
@@ -40,13 +40,13 @@ class EmbeddingKey:
 
 
 def pages_of(embedding: torch.Tensor, key: EmbeddingKey) -> torch.Tensor:
-    """Return the pages of an embedding in host memory, the last one padded with zeros. Raise
-    :class:`~tierstore.errors.UsageError` for a tensor of another shape or dtype than the key's."""
+    """Return the pages of an embedding in host memory; the last page is padded with zeros. Raise
+    :class:`~tierstore.errors.UsageError` if the tensor's shape or dtype differs from the key's."""
     found = tuple(embedding.shape), embedding.dtype
     if found != (key.shape, key.dtype):
         raise UsageError(
             f"the encoder returned {found[1]} of shape {found[0]}, not {key.dtype} of shape {key.shape}: "
-            "these embeddings are not stored"
+            "the embedding is not stored"
         )
     data = embedding.detach().contiguous().view(torch.uint8).reshape(-1).cpu()
     spec = key.spec
@@ -56,7 +56,7 @@ def pages_of(embedding: torch.Tensor, key: EmbeddingKey) -> torch.Tensor:
 
 
 def embedding_of(pages: torch.Tensor, key: EmbeddingKey) -> torch.Tensor:
-    """Return the embedding that these pages hold."""
+    """Return the embedding that ``pages`` hold."""
     rows, width = key.shape
     data = pages.reshape(-1)[: rows * width * key.dtype.itemsize]
     return data.view(key.dtype).reshape(rows, width)

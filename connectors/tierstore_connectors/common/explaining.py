@@ -1,6 +1,6 @@
-"""Reasons for the missed tokens of an engine's requests, for its counters and its log.
+"""Reasons for the missed tokens of an engine's requests, for the engine's counters and log.
 
-The store is asked on a thread of its own, after the engine has its answer: no request waits for a reason.
+A background thread asks the store for the reasons after the lookup, so no request waits for them.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.guard import ErrorLog
 
 MISSED = "missed_tokens:"
-"""The beginning of the counters' names. The rest is a reason."""
+"""The prefix of the counters' names. A reason follows it."""
 UNEXPLAINED = "unexplained"
-"""The reason of tokens that were not explained, because there were too many requests or an error."""
+"""The reason for tokens that were not explained because of too many requests or an error."""
 
-_MOST_WAITING = 16  # later ones would explain another state: the engine saves what it computes meanwhile
-_MOST_SPANS = 6  # in a line of the log
-_COMPUTED = "they were held when the request arrived, and were computed before they could be loaded"
+_MOST_WAITING = 16  # requests; after a longer wait the engine has saved the missed tokens itself
+_MOST_SPANS = 6  # misses in one line of the log
+_COMPUTED = "tokens were stored when the request arrived, but were computed before they could be loaded"
 _COMPUTES = "the engine computes every prompt"
 
 
 def missed(explanation: Explanation, reused: int, *, computes: bool = False) -> tuple[Miss, ...]:
-    """Return the misses behind ``reused`` tokens, which together with them are exactly the prompt.
+    """Return the misses after the first ``reused`` tokens, up to the end of the prompt.
 
-    The explanation is from another moment than the engine's decision. Meanwhile other requests may have saved
-    tokens, or the engine may have computed some instead of loading them. ``computes``: the engine loads
-    nothing.
+    Between the engine's lookup and the explanation, other requests may have saved tokens, or the engine may
+    have computed tokens instead of loading them. ``computes`` is True for an engine that loads nothing.
 
     >>> late = Explanation(100, 64, (Miss(MissReason.NEVER_SAVED, 64, 36),))
     >>> [(miss.reason.value, miss.first, miss.tokens) for miss in missed(late, 48)]
@@ -45,7 +44,8 @@ def missed(explanation: Explanation, reused: int, *, computes: bool = False) -> 
 
 
 class MissReporter:
-    """Count the missed tokens of requests by reason, and log each request that misses once. Thread-safe."""
+    """Count the missed tokens of requests by reason, and log one line for each request with misses.
+    Thread-safe."""
 
     def __init__(self, logger: logging.Logger, counters: ConnectorCounters, errors: ErrorLog) -> None:
         self._logger = logger
@@ -55,10 +55,10 @@ class MissReporter:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tierstore-explain")
 
     def explain(self, request: str, tokens: int, reused: int, ask: Callable[[], Explanation]) -> None:
-        """Report a request of ``tokens`` prompt tokens. The first ``reused`` ones are not computed.
+        """Report a request with ``tokens`` prompt tokens. The engine reuses the first ``reused`` tokens.
 
-        ``ask`` is called on the thread. It explains the beginning of the prompt; the tokens behind it are a
-        tail.
+        ``ask`` is called on the background thread, and explains the whole chunks of the prompt. Tokens after
+        the whole chunks get the reason :attr:`MissReason.TAIL`.
         """
         if not self._waiting.acquire(blocking=False):
             self._add(UNEXPLAINED, tokens - reused)
@@ -69,8 +69,8 @@ class MissReporter:
             self._waiting.release()
 
     def report(self, request: str, tokens: int, reused: int, misses: Sequence[Miss]) -> None:
-        """Report a request whose ``misses`` are known. They begin behind the ``reused`` tokens; the tokens
-        behind them are a tail."""
+        """Report a request whose ``misses`` are known. The misses begin after the ``reused``
+        tokens. Tokens after the last miss get the reason :attr:`MissReason.TAIL`."""
         end = misses[-1].end if misses else reused
         if end < tokens:
             misses = [*misses, Miss(MissReason.TAIL, end, tokens - end)]
@@ -97,7 +97,7 @@ class MissReporter:
             self.report(request, tokens, reused, missed(ask(), reused))
         except StoreClosedError:  # the connection was replaced
             self._add(UNEXPLAINED, tokens - reused)
-        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
+        except Exception as error:  # noqa: BLE001  # the executor would discard it
             self._errors.caught("explaining missed tokens", error)
             self._add(UNEXPLAINED, tokens - reused)
         finally:

@@ -1,4 +1,4 @@
-"""Facts that distinguish engines' pages: weight files, configurations, processors."""
+"""Facts that make the pages of engines differ: weight files, configurations, processors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def words(text: str) -> frozenset[str]:
-    """Return the words of a text: a list of names without quotes."""
+    """Return the names in a text, which are separated by white space."""
     return frozenset(text.split())
 
 
 def digest(values: Sequence[object]) -> str:
-    """Return one digest of all of these values."""
+    """Return one digest of all ``values``."""
     return hashlib.sha256(msgspec.json.encode(values)).hexdigest()[:32]
 
 
@@ -41,8 +41,8 @@ def installed_versions(packages: Iterable[str]) -> dict[str, str]:
 
 
 def host_device() -> str:
-    """Return an identification of this processor: its attention kernels choose a layout by the instruction
-    set."""
+    """Return the processor's architecture and a digest of its instruction set, by which CPU attention kernels
+    choose their layout."""
     flags = ""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -56,9 +56,9 @@ def host_device() -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return ``value`` as JSON in a fixed order. Values that JSON lacks become text."""
+    """Return ``value`` as JSON in a fixed order. Values of other types than JSON's become text."""
     if isinstance(value, dict):
-        # A library records itself and the files' location here.
+        # transformers writes its version and the path of the files into these fields.
         skipped = {"transformers_version", "_name_or_path"}
         return {str(key): plain(each) for key, each in sorted(value.items(), key=str) if key not in skipped}
     if isinstance(value, (list, tuple)):
@@ -67,5 +67,5 @@ def plain(value: Any) -> Any:
 
 
 def under_epoch(identity: Identity, epoch: str) -> Identity:
-    """Return the identity within an epoch. Pages of one epoch are not found in another."""
+    """Return ``identity`` with ``epoch`` as a part: pages saved in one epoch are not found in another."""
     return replace(identity, revision=f"{identity.revision}+{epoch}") if epoch else identity

@@ -1,7 +1,7 @@
 """Guards that keep a cache from harming its engine.
 
-Errors stop here, a daemon that hangs is not asked for a while, and chunks that failed lately are not tried
-again. Everything except :class:`ErrorLog` is pure: callers pass the time.
+Errors are caught and counted, a daemon that hangs gets no requests for a while, and chunks whose loads failed
+recently are not loaded again. :class:`Breaker` and :class:`RecentKeys` get the current time from the caller.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from tierstore.keys import PageKey
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_FAILURES = 2  # unanswered questions in a row, before the daemon is left alone
+_FAILURES = 2  # unanswered requests in a row that open the breaker
 _PAUSES_S = (0.5, 1.0, 2.0, 4.0, 8.0)
 _TRIES_S = 1.0
 
 
 class ErrorLog:
-    """Count caught errors by place, and log each kind once. ``logger`` is one that the engine shows."""
+    """Counts of caught errors by the action that failed; each kind is logged once. ``logger`` is a logger
+    whose messages the engine shows."""
 
     def __init__(self, logger: logging.Logger) -> None:
         self.counts: Counter[str] = Counter()
@@ -31,7 +32,7 @@ class ErrorLog:
         self._logged: set[tuple[str, str]] = set()
 
     def caught(self, where: str, error: BaseException) -> None:
-        """Count an error, and log the first of its kind with its traceback."""
+        """Count an error of the action ``where``, and log the first error of each type with its traceback."""
         self.counts[where] += 1
         kind = (where, type(error).__name__)
         if kind not in self._logged:
@@ -39,24 +40,23 @@ class ErrorLog:
             self._logger.error("tierstore: %s failed and was skipped: %r", where, error, exc_info=error)
 
     def warn(self, where: str, message: str) -> None:
-        """Count a problem that the operator should know, and log it once."""
+        """Count a problem that the operator should know, and log each ``message`` once."""
         self.counts[where] += 1
         if (where, message) not in self._logged:
             self._logged.add((where, message))
             self._logger.warning("tierstore: %s", message)
 
     def unreported(self) -> int:
-        """Return how many errors and problems were counted since the last call."""
+        """Return the number of errors and problems counted since the last call of this method."""
         before, self._reported = self._reported, self.counts.total()
         return self._reported - before
 
 
 def guarded(otherwise: Callable[..., Any]) -> Callable[[F], F]:
-    """Make a method that never raises, because an exception from a connector ends many an engine for all its
-    users.
+    """Decorate a method so that it never raises: an exception from a connector would end some engines.
 
-    After an error ``otherwise`` is called with the same arguments. It returns the answer of an empty cache
-    and must not fail. The method's object has an :class:`ErrorLog` named ``errors``.
+    After an error, ``otherwise`` is called with the same arguments. ``otherwise`` returns the result of an
+    empty cache and must not raise. The method's object has an :class:`ErrorLog` named ``errors``.
     """
 
     def wrap(method: F) -> F:
@@ -73,12 +73,16 @@ def guarded(otherwise: Callable[..., Any]) -> Callable[[F], F]:
     return wrap
 
 
-class Breaker:
-    """A circuit breaker for questions to the daemon.
+def nothing(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Return None, the result of many methods with an empty cache."""
 
-    While it is closed every question is allowed. Two missing answers in a row open it: no question is allowed
-    for half a second, and twice as long each further time, up to eight seconds. Then one question per second
-    is allowed, and the first answer closes the breaker.
+
+class Breaker:
+    """A circuit breaker for requests to the daemon.
+
+    A closed breaker allows every request. Two unanswered requests in a row open the breaker: for half a
+    second no request is allowed, and for twice as long after each further failure, up to eight seconds.
+    After that an open breaker allows one request per second, and the first answer closes the breaker.
     """
 
     def __init__(self) -> None:
@@ -90,7 +94,7 @@ class Breaker:
         return f"Breaker({self._failures} failures)"
 
     def allows(self, now: float) -> bool:
-        """Return whether a question is allowed."""
+        """Return whether a request is allowed at the time ``now`` (monotonic, in seconds)."""
         if self._failures < _FAILURES:
             return True
         if now < self._quiet_until:
@@ -99,7 +103,7 @@ class Breaker:
         return True
 
     def failed(self, now: float) -> None:
-        """Record a missing answer."""
+        """Record that the daemon did not answer a request."""
         self._failures += 1
         if self._failures >= _FAILURES:
             pause = _PAUSES_S[min(self._opened, len(_PAUSES_S) - 1)]
@@ -107,12 +111,12 @@ class Breaker:
             self._quiet_until = now + pause
 
     def succeeded(self) -> None:
-        """Record an answer."""
+        """Record that the daemon answered a request."""
         self._failures = self._opened = 0
 
 
 class RecentKeys:
-    """Keys of chunks. Each is kept for ``seconds``, and only the latest ``most`` are kept."""
+    """A set of chunk keys. A key expires after ``seconds``, and only the last ``most`` keys are kept."""
 
     def __init__(self, seconds: float, most: int) -> None:
         self._seconds = seconds
@@ -136,14 +140,14 @@ class RecentKeys:
         self._until.clear()
 
     def before_first(self, keys: Sequence[PageKey], now: float) -> int:
-        """Return how many keys come before the first key that is in this set."""
+        """Return how many of ``keys`` precede the first key that is in this set."""
         self._expire(now)
         if not self._until:
             return len(keys)
         return next((at for at, key in enumerate(keys) if key in self._until), len(keys))
 
     def to_last(self, keys: Sequence[PageKey], now: float) -> int:
-        """Return how many keys there are up to and including the last key that is in this set."""
+        """Return how many of ``keys`` there are up to and including the last key that is in this set."""
         self._expire(now)
         if not self._until:
             return 0

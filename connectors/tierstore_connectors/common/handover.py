@@ -1,10 +1,10 @@
-"""The hand-over of a prompt from the engine that computes it to the engine that continues it, in vLLM's
-format.
+"""The hand-over of a prompt from a prefill engine to a decode engine, in vLLM's format.
 
-A proxy asks the first engine for one token, with ``kv_transfer_params`` ``{"do_remote_decode": true}``. It
-copies the ``kv_transfer_params`` of the answer into the request for the second engine. Pages are found by
-prompt, so the answer contains no addresses, and no page is reserved. The answer only says how many tokens are
-being saved, and how long waiting for them may take.
+A proxy requests one token from the prefill engine, with ``kv_transfer_params``
+``{"do_remote_decode": true}``. The proxy copies the ``kv_transfer_params`` of the response into its request
+to the decode engine. The decode engine finds pages by the prompt, so the response contains no addresses and
+reserves no pages. The response says how many tokens the prefill engine is saving, and how long the decode
+engine should wait for their pages.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from tierstore.types import Promise
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Whether an engine loads pages from the store that it shares with others, and saves pages to it."""
+    """Whether an engine loads pages from a store shared with other engines, and saves pages to the store."""
 
     loads: bool
     saves: bool
 
     @classmethod
     def parse(cls, name: str) -> Role:
-        """Return the role of one of vLLM's names. Raises :class:`UsageError` for another name."""
+        """Return the role for vLLM's ``kv_role``. Raise :class:`UsageError` for an unknown name."""
         role = _ROLES.get(name)
         if role is None:
             raise UsageError(f"kv_role must be one of {', '.join(_ROLES)}, got {name!r}")
@@ -42,7 +42,7 @@ BOTH = _ROLES["kv_both"]
 
 
 def answer(promise: Promise) -> dict[str, Any]:
-    """Return the ``kv_transfer_params`` that the engine which has computed a prompt answers."""
+    """Return the ``kv_transfer_params`` of a prefill engine's response."""
     return {
         "do_remote_prefill": True,
         "do_remote_decode": False,

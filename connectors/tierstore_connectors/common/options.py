@@ -1,4 +1,4 @@
-"""Check settings that an engine passes to a connector as JSON. Each is a field of a dataclass."""
+"""Check the settings that an engine passes to a connector as JSON."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from tierstore.errors import UsageError
 
 
 def checked_options(where: str, settings: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``given`` values after checking them against the fields of the dataclass ``settings``.
+    """Return ``given`` after checking its values against the fields of the dataclass ``settings``.
 
-    Numbers must be at least 0, ``threads`` at least 1. Raises :class:`UsageError`, which names ``where``, for
-    an unknown key or an invalid value.
+    Numbers must be at least 0, and ``threads`` at least 1; ``hash_weights`` must be "whole" or "sample".
+    Raise :class:`UsageError` with ``where``, the name of the configuration, for an unknown key or an invalid
+    value.
     """
     known = {each.name: str(each.type) for each in fields(settings)}
     unknown = sorted(set(given) - set(known))
@@ -27,6 +28,8 @@ def _checked(where: str, name: str, kind: str, value: Any) -> Any:
     if kind.startswith("str"):
         if not isinstance(value, str):
             raise UsageError(f"{where}: {name} must be a string, got {value!r}")
+        if name == "hash_weights" and value not in ("whole", "sample"):
+            raise UsageError(f'{where}: hash_weights must be "whole" or "sample", got {value!r}')
         return value
     if kind == "bool":
         if not isinstance(value, bool):

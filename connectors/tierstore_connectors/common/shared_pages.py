@@ -1,15 +1,16 @@
-"""Pages that engines share: their parts, and copies between them and an engine's blocks.
+"""Pages that engines share: the parts of a page, and copies between pages and an engine's blocks.
 
-A shared page has the layout of :class:`~tierstore.spec.KVSpec`, which is the bundled engine's own:
-``[layer][K|V][kv_head][token][head_dim]``. Other engines keep blocks in other orders, some with keys
-transposed. :class:`BlockConverter` copies between pages and blocks, one matrix ``[token, head_dim]`` at a
-time.
+A shared page has the layout of :class:`~tierstore.spec.KVSpec`, which the bundled engine uses in its pools:
+``[layer][K|V][kv_head][token][head_dim]``. Other engines order the dimensions of a block differently, and
+some transpose keys. :class:`BlockConverter` copies between pages and blocks, one matrix ``[token, head_dim]``
+at a time.
 
-**Parts.** A rank of tensor parallelism has some of the heads, and a pipeline stage some of the layers. Two
-ranks cannot write one page together. So each saves a page of its own part, and :class:`PagePart` names the
-part in the page's identity. To load parts of another size (:func:`sources`), a rank reads some heads and
-layers of a larger part, or several smaller parts. If there are more ranks than KV heads, several ranks have
-the same heads and so the same part. MLA has one latent for all heads, so all ranks have the same part.
+**Parts.** A tensor-parallel rank has some of the heads, and a pipeline stage some of the layers. Two ranks
+cannot write one page together. So each rank saves pages of its own part of the heads and layers, and
+:class:`PagePart` names the part in the page's identity. A rank can load from parts of another size
+(:func:`sources`): some heads and layers of a larger part, or several smaller parts. If there are more ranks
+than KV heads, several ranks have the same heads and so the same part. MLA has one latent vector for all
+heads, so all ranks of an MLA model have the same part.
 
 >>> part_of_rank(1, 4, kv_heads=8, layers=(0, 1))
 PagePart(index=1, count=4, layers=(0, 1), stage=0, stages=1)
@@ -36,7 +37,7 @@ from tierstore.keys import Identity
 from tierstore.spec import KVSpec
 
 Pages = Sequence[tuple[Sequence[int], int]]
-"""For each chunk, the engine's numbers of its blocks, and the address of its page."""
+"""For each chunk, the block numbers of the chunk in the engine, and the address of the chunk's page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class PagePart:
 
     def identity(self, whole: Identity) -> Identity:
         """Return the identity of the part's pages. ``whole`` is the identity of pages with all heads and
-        layers of the group. The part with all of them has the identity ``whole``."""
+        layers of the group."""
         spec = KVSpec.parse(whole.layout)
         [group] = spec.groups
         heads = len(self.heads(group.kv_heads))
@@ -68,8 +69,8 @@ class PagePart:
 
 @dataclass(frozen=True, slots=True)
 class PartSource:
-    """The pages of ``part`` as a source for another part. Heads ``page_heads`` of the pages become heads
-    ``own_heads`` of the other part. Both are counted from 0 within their part."""
+    """The pages of ``part`` as a source for a target part. Heads ``page_heads`` of the pages become heads
+    ``own_heads`` of the target part. Both head ranges are counted from 0 within their part."""
 
     part: PagePart
     page_heads: range
@@ -79,8 +80,8 @@ class PartSource:
 def part_of_rank(
     rank: int, ranks: int, *, kv_heads: int, layers: Sequence[int], stage: int = 0, stages: int = 1
 ) -> PagePart:
-    """Return the part of one rank, in a pipeline stage with these ``layers``. Raise :class:`UsageError` if
-    neither of heads and ranks divides the other."""
+    """Return the part of one rank, in a pipeline stage with these ``layers``. Raise :class:`UsageError`
+    unless the number of heads is a multiple or a divisor of the number of ranks."""
     if max(ranks, kv_heads) % min(ranks, kv_heads):
         raise UsageError(f"share_engines: {kv_heads} KV heads cannot be divided among {ranks} ranks")
     count = min(ranks, kv_heads)
@@ -90,8 +91,9 @@ def part_of_rank(
 def parts_of(
     ranks: int, stages: int, model_layers: int, *, kv_heads: int, layers: Sequence[int]
 ) -> list[PagePart]:
-    """Return the parts that an engine of this parallelism saves: one for each set of heads and layers. The
-    stages have vLLM's default layers. ``layers`` are the layers of the layer group."""
+    """Return the parts that an engine with ``ranks`` tensor-parallel ranks and ``stages`` pipeline stages
+    saves, without repetitions. ``layers`` are the layers of the layer group. :func:`stage_layers` divides the
+    model's layers among the stages."""
     found: list[PagePart] = []
     for stage, of_stage in enumerate(stage_layers(model_layers, stages)):
         own = [layer for layer in layers if layer in of_stage]
@@ -103,8 +105,9 @@ def parts_of(
 
 
 def stage_layers(layers: int, stages: int) -> list[range]:
-    """Return the model's layers in each pipeline stage. If the layers do not divide evenly, stages have one
-    more, from the last but one to the front, as in vLLM's ``get_pp_indices`` (distributed/utils.py, 0.32).
+    """Return the model's layers in each pipeline stage, as vLLM's ``get_pp_indices`` does
+    (distributed/utils.py, 0.32). If the layers do not divide evenly, the last stages before the final one
+    have one layer more.
 
     >>> stage_layers(10, 4)
     [range(0, 2), range(2, 5), range(5, 8), range(8, 10)]
@@ -118,8 +121,8 @@ def stage_layers(layers: int, stages: int) -> list[range]:
 
 
 def sources(own: PagePart, parts: Iterable[PagePart], *, kv_heads: int) -> list[PartSource]:
-    """Return those of ``parts`` that hold heads and layers of ``own``. Raise :class:`UsageError` if some are
-    missing."""
+    """Return those of ``parts`` that hold heads and layers of ``own``. Raise :class:`UsageError` if ``parts``
+    lack heads or layers of ``own``."""
     heads, found, covered = own.heads(kv_heads), [], 0
     for part in parts:
         theirs = part.heads(kv_heads)
@@ -139,8 +142,8 @@ def _within(some: range, whole: range) -> range:
 
 @dataclass(frozen=True, slots=True)
 class Vectors:
-    """The keys or values of one layer in an engine's memory. ``address`` is that of the first number. The
-    other fields are the distances in bytes between two blocks, heads, tokens, and items of a vector."""
+    """The keys or values of one layer in an engine's memory. ``address`` is the address of the first number;
+    the strides ``block``, ``head``, ``token`` and ``item`` (one number of a vector) are in bytes."""
 
     address: int
     block: int
@@ -151,11 +154,11 @@ class Vectors:
 
 @dataclass(frozen=True, slots=True)
 class EngineBlocks:
-    """The memory of an engine's blocks, by layer of the model: K and V, or one latent.
+    """The memory of an engine's blocks, by layer of the model: K and V, or one latent vector.
 
-    A block has ``block_tokens`` tokens. One block number of the engine stands for ``pieces`` consecutive
-    blocks in memory. If an engine has several block tables, ``tables`` has the layers of each table. The
-    blocks of a chunk are then those of the first table, followed by those of the second, and so on."""
+    A block has ``block_tokens`` tokens. One block number of the engine means ``pieces`` consecutive blocks in
+    memory. If an engine has several block tables, ``tables`` has the layers of each table, and the block
+    numbers of a chunk are listed table by table."""
 
     layers: Mapping[int, Sequence[Vectors]]
     block_tokens: int
@@ -164,8 +167,8 @@ class EngineBlocks:
     tables: Sequence[Sequence[int]] = ()
 
     def planes(self, layers: Iterable[int]) -> Iterator[tuple[int, int, int, Vectors]]:
-        """Yield K and V of each of ``layers`` in this memory, with its block table, layer and plane (0 for K,
-        1 for V)."""
+        """Yield the block table, layer, plane (0 for K, 1 for V) and vectors of each of ``layers`` that this
+        memory has."""
         table_of = {layer: at for at, own in enumerate(self.tables) for layer in own}
         for layer in sorted(set(layers) & self.layers.keys()):
             for plane, vectors in enumerate(self.layers[layer]):
@@ -175,9 +178,8 @@ class EngineBlocks:
 class BlockConverter:
     """Copies between blocks and the pages of one part.
 
-    ``layout`` is the layout of the pages. ``source`` maps heads of a page to heads of the blocks. Layers that
-    are only in the page, or only in the blocks, stay unchanged. ``skipped`` is the number of a block that is
-    never copied.
+    ``layout`` is the layout of the pages. ``source`` maps heads of a page to heads of the blocks. A copy
+    leaves out layers that only the pages or only the blocks have, and the block number ``skipped``.
     """
 
     def __init__(
@@ -192,7 +194,7 @@ class BlockConverter:
                 f"{blocks.block_tokens * blocks.pieces}: give chunk_tokens a multiple"
             )
         width = group.head_dim * blocks.item_bytes
-        self._block_bytes = blocks.block_tokens * width  # of one head, in a page
+        self._block_bytes = blocks.block_tokens * width  # of one head of one layer, in a page
         self._tables = max(len(blocks.tables), 1)
         places: dict[tuple[int, Matrix], list[tuple[int, int, int]]] = {}
         for table, layer, plane, vectors in blocks.planes(group.layers):
@@ -212,24 +214,24 @@ class BlockConverter:
         ]
 
     def gather(self, pages: Pages) -> None:
-        """Copy the blocks of chunks to their pages."""
+        """Copy blocks to pages."""
         for matrix, there, here in self._pairs(pages):
             copying.copy_matrices(np.stack([here, there], axis=1), matrix)
 
     def scatter(self, pages: Pages) -> None:
-        """Copy pages to the blocks of their chunks."""
+        """Copy pages to blocks."""
         for matrix, there, here in self._pairs(pages):
             turned = replace(matrix, to=matrix.of, of=matrix.to)
             copying.copy_matrices(np.stack([there, here], axis=1), turned)
 
     def _pairs(self, pages: Pages) -> Iterable[tuple[Matrix, npt.NDArray[np.uint64], npt.NDArray[np.uint64]]]:
-        """Yield each matrix shape with the addresses of its matrices, in blocks and in pages."""
+        """Yield each matrix shape with the addresses of all matrices of this shape in blocks and in pages."""
         if not pages:
             return
         chunks = np.array([chunk for chunk, _ in pages], np.int64)
         starts = np.array([address for _, address in pages], np.uint64)
         wanted = np.ones_like(chunks, bool) if self._skipped is None else chunks != self._skipped
-        count = chunks.shape[1] * self._pieces // self._tables  # blocks in memory, of each table
+        count = chunks.shape[1] * self._pieces // self._tables  # blocks in memory, in each block table
         shape = (len(pages), self._tables, count)
         wanted = np.repeat(wanted, self._pieces, axis=1).reshape(shape)
         numbers = (chunks[:, :, None] * self._pieces + np.arange(self._pieces)).reshape(shape)
@@ -239,5 +241,5 @@ class BlockConverter:
             there = wanted[:, table]
             blocks, page_rows = numbers[:, table][there].astype(np.uint64), rows[there]
             address, stride, offset = places.T
-            # Block by block, in the order of memory.
+            # Addresses are ordered by block, then by their order in memory.
             yield matrix, (address + blocks[:, None] * stride).ravel(), (offset + page_rows[:, None]).ravel()

@@ -1,28 +1,28 @@
-"""The identity of pages that engines share (``share_engines``): the model and its arithmetic, not the engine.
+"""The identity of pages that different engines share (``share_engines``): the model, without the engine.
 
-All engines store the same numbers for a token of a model: keys after their norm and RoPE, and values as
-projected, both in the model's dtype. The numbers differ by rounding only. So the identity of a shared page
-names the model. Every engine makes it with :func:`shared_identity`, from:
+All engines store the same numbers for a token of a model, apart from rounding: keys after norm and RoPE, and
+values after their projection, both in the model's dtype. So the identity of a shared page names the model but
+no engine. :func:`shared_identity` makes the identity from:
 
 - the fields of ``config.json``, except those in :data:`HARMLESS`,
 - all bytes of the weights' files,
 - the dtype that the engine computes in, the layout of a page with its chunk size, and the tenant
   (``namespace``),
-- :data:`FORM`, whose number increases when the numbers in a page or their order change.
+- :data:`FORM`, a description of the numbers in a page.
 
-**An unknown field refuses sharing**, because two engines may read it differently. So does a model that was
-not measured (:data:`MEASURED`). An engine also refuses if its options change the model's arithmetic
-(quantised KV, overrides, adapters). Each engine has a list of these options.
+**Sharing is refused** for a ``config.json`` with an unknown field, because two engines may read the field
+differently, and for a model whose KV was not measured (:data:`MEASURED`). A connector also refuses engine
+options that change the model's arithmetic (quantised KV, overrides, adapters).
 
-**Keys.** Pages are found by keys over token ids (:mod:`tierstore.keys`), as the bundled engine finds them. If
-a layer group has a window, its pages are found by name. vLLM's scheduler knows the token ids of a request, so
-it computes the same keys. Block hashes of vLLM are not used: they begin with vLLM's own constant, and the
-bundled engine would have to encode tokens as vLLM does. SGLang passes hashes of pages without their tokens,
-so its backend finds the tokens of each hash in the same process (:mod:`tierstore_connectors.sglang.sharing`).
-Naming all pages by SGLang's hashes was rejected: a hit could then end at whole pages only, and every engine
-would lose the chain from a page to its parent.
+**Keys.** Shared pages have keys over token ids (:mod:`tierstore.keys`), like the bundled engine's pages.
+Pages of a layer group with a window are found by name, a hash of all tokens up to the page's end. The vLLM
+connector's scheduler half knows the token ids of a request, so it computes the same keys. Block hashes of
+vLLM are not used, because they depend on a constant and a token encoding of vLLM. SGLang passes hashes of
+pages without tokens, so the SGLang connector finds the tokens of each hash in SGLang's process
+(:mod:`tierstore_connectors.sglang.sharing`). Naming all pages by SGLang's hashes was rejected: a hit could
+then only end at whole pages, and no page would have a parent.
 
-Sharing is off by default, because a hit is not bit-equal to pages that the engine itself would compute.
+Sharing is off by default, because the pages of another engine are not bit-equal to the engine's own.
 docs/sharing.md has the measured differences.
 """
 
@@ -41,14 +41,16 @@ from tierstore_connectors.common.contents import contents, default_cache, model_
 from tierstore_connectors.common.facts import WEIGHTS, digest, plain, words
 
 FORM = "1: keys after norm and RoPE, values as projected, unscaled"
-"""The numbers in a shared page. Increase the first digit if their meaning or their order changes."""
+"""A description of the numbers in a shared page. Increase the first digit when their meaning or order
+changes."""
 
 MEASURED = frozenset({"llama", "qwen2", "qwen3", "gemma3_text"})
-"""The values of ``model_type`` for which the KV of all engines was measured equal within 1e-3 (float32)."""
+"""The values of ``model_type`` for which measurements found the KV of all engines equal within 1e-3
+(float32)."""
 
 DTYPES = ("float32", "bfloat16", "float16")
 ROPES = ("default", "linear", "llama3", "yarn")
-"""Kinds of RoPE whose rotation depends on the position only, not on an engine's longest prompt."""
+"""Kinds of RoPE whose rotation depends on the position only, not on an engine's maximum prompt length."""
 
 _COUNTED = words("""
     architectures model_type hidden_size intermediate_size num_hidden_layers num_attention_heads
@@ -63,8 +65,8 @@ HARMLESS = words("""
     _name_or_path _model_name_or_path transformers_version bos_token_id eos_token_id pad_token_id unk_token_id
     use_cache initializer_range torch_dtype dtype attention_dropout pretraining_tp
 """)
-"""Fields of ``config.json`` that do not change KV. The identity has the engine's dtype instead of the file's.
-No engine uses ``pretraining_tp``."""
+"""Fields of ``config.json`` that do not change KV. The identity has the engine's dtype instead of ``dtype``
+and ``torch_dtype``. No engine uses ``pretraining_tp``."""
 
 
 def shared_identity(
@@ -72,9 +74,9 @@ def shared_identity(
 ) -> Identity:
     """Return the identity of a model's shared pages, with all heads and layers.
 
-    ``folder`` has the model's ``config.json`` and weights; None if the model has no folder. ``dtype`` is the
-    engine's, for example ``bfloat16``. ``sampled`` reads only samples of large files. Raise
-    :class:`UsageError` if the model's pages cannot be shared."""
+    ``folder`` has the model's ``config.json`` and weights; None if the model has no local folder. ``dtype``
+    is the dtype that the engine computes in, for example ``bfloat16``. ``sampled`` reads only samples of
+    large files. Raise :class:`UsageError` if the model's pages cannot be shared."""
     if folder is None or not folder.is_dir():
         raise refusal("the model needs a local folder with config.json and weights")
     if dtype not in DTYPES:
@@ -101,8 +103,9 @@ def shared_identity(
 
 
 class SharedPrompt(Prompt):
-    """A prompt for one lookup of pages that engines share. Its keys and names need tokens only. ``model`` is
-    the identity of the whole model, and ``identities`` has one for each part of each layer group."""
+    """A prompt for one lookup of pages that engines share. The keys and names of its pages depend on tokens
+    and identities only. ``model`` is the identity of the whole model, and ``identities`` has one identity for
+    each part of each layer group."""
 
     __slots__ = ("_identities",)
 
@@ -120,12 +123,12 @@ class SharedPrompt(Prompt):
 def shared_chunks(
     model: Identity, identity: Identity, tokens: bytes, chunks: range, chunk_tokens: int, *, named: bool
 ) -> tuple[Prompt, int]:
-    """Return a prompt that finds shared pages of one layer group, and the index of the first of ``chunks`` in
-    it.
+    """Return a prompt that finds the shared pages of ``chunks`` in one layer group, and the index of the
+    first of ``chunks`` in this prompt.
 
-    ``model`` is the whole model's identity and ``identity`` that of the pages. ``tokens`` (uint32,
-    little-endian) are the prompt's, at least up to the end of ``chunks``. ``named``: the group's pages are
-    found by name."""
+    ``model`` is the whole model's identity, and ``identity`` the identity of the pages. ``tokens`` are the
+    prompt's tokens (uint32, little-endian), at least up to the end of ``chunks``. ``named`` says whether the
+    group's pages are found by name."""
     whole = tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES]
     if not named:
         return Prompt(identity, np.frombuffer(whole, TOKEN_DTYPE), chunk_tokens=chunk_tokens), chunks.start
@@ -140,8 +143,8 @@ def refusal(reason: str) -> UsageError:
 
 
 def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``config.json``. Raise :class:`UsageError` for an unknown field, and for a model that was not
-    measured."""
+    """Return ``config``. Raise :class:`UsageError` for an unknown field, and for a ``model_type`` outside
+    :data:`MEASURED`."""
     kind = config.get("model_type")
     if kind not in MEASURED:
         known = ", ".join(sorted(MEASURED))
@@ -161,7 +164,7 @@ def _checked(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _rope_kinds(rope: object) -> list[object]:
-    """Return the kinds of RoPE that a field names, for each kind of layers if they differ."""
+    """Return the kinds of RoPE that a field of ``config.json`` names: one, or one for each kind of layers."""
     if not isinstance(rope, Mapping):
         return [] if rope is None else [rope]
     kinds = [kind for each in rope.values() if isinstance(each, Mapping) for kind in _rope_kinds(each)]

@@ -1,7 +1,8 @@
-"""A store whose failures do not reach the engine: lookups, loads and saves of single prompts.
+"""A store for single prompts whose failures do not reach the engine.
 
-No method raises because the store is full, slow or unavailable: it finds nothing, loads nothing or saves
-nothing, and the log says why once. After two unanswered questions the daemon is left alone for a while.
+If the store is full, slow or unavailable, a method finds, loads or saves nothing and logs the reason once,
+but does not raise. After two unanswered requests the daemon gets no request for a while
+(:class:`~tierstore_connectors.common.guard.Breaker`).
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from tierstore.transfer import Transfer
 from tierstore_connectors.common.counters import ConnectorCounters, added
 from tierstore_connectors.common.guard import Breaker, ErrorLog
 
-_WAITING_BYTES = 1 << 30  # copies of pages that are being saved; more are not stored
+_WAITING_BYTES = 1 << 30  # the most bytes of pages waiting to be saved; further pages are not stored
 
 
 class GuardedStore:
-    """An open store for engines that compute without it when it fails.
+    """An open store for an engine that computes a prompt if the store fails.
 
-    ``lookup_s`` is the longest wait for an answer, and ``load_s`` for pages. ``errors`` are counted and
-    logged there, or by a new :class:`ErrorLog` of a logger. ``counters`` are new ones by default. Lookups and
-    loads are called from one thread, saves from any.
+    A lookup waits at most ``lookup_s`` seconds, and a load at most ``load_s``. ``errors`` is an
+    :class:`ErrorLog`, or the logger of a new one. ``counters`` is a new object by default. Lookups and loads
+    are called from one thread, saves from any thread.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class GuardedStore:
         self.errors = errors if isinstance(errors, ErrorLog) else ErrorLog(errors)
         self.counters = ConnectorCounters() if counters is None else counters
         self.losses = 0
-        """The number of saves that have not stored everything."""
+        """The number of saves that did not store all their tokens."""
         self._store = store
         self._lookup_s = lookup_s
         self._load_s = load_s
@@ -54,14 +55,14 @@ class GuardedStore:
 
     @property
     def connected(self) -> bool:
-        """Whether the store can be reached now."""
+        """Whether the store is embedded, or connected to its daemon now."""
         return self._store.connected
 
     def find(
         self, prompt: Prompt | TokenIds, *, max_tokens: int | None = None, counted: bool = True
     ) -> Hit | None:
-        """Return the longest hit for ``prompt``, which the caller loads or releases. Return None if the store
-        does not answer."""
+        """Return the longest hit for ``prompt``, which the caller loads or releases. Return None if the
+        lookup fails."""
         if not self._breaker.allows(time.monotonic()):
             return None
         began = time.monotonic()
@@ -80,8 +81,8 @@ class GuardedStore:
         return hit
 
     def load(self, hit: Hit) -> tuple[int, list[torch.Tensor], list[range]]:
-        """Load a hit within ``load_s``. Return how many tokens arrived, and the pages of each layer group
-        with their chunks."""
+        """Load a hit within ``load_s`` seconds. Return the number of loaded tokens, and for each layer group
+        a tensor of pages and their range of chunks."""
         chunks = [hit.chunks(group.number) for group in self._store.groups]
         pages = [
             torch.zeros((len(each), group.page_bytes), dtype=torch.uint8)
@@ -100,8 +101,8 @@ class GuardedStore:
         return loaded, pages, chunks
 
     def load_pages(self, hit: Hit, first: int, count: int) -> torch.Tensor:
-        """Load ``count`` pages of a hit of one layer group from page ``first`` on, within ``load_s``, and
-        release it. Return the pages that arrived: all before the first missing one."""
+        """Load ``count`` pages of a hit of one layer group, from page ``first`` on, within ``load_s``
+        seconds. Release the hit. Return the loaded pages before the first missing page."""
         target = _PageRows(first, count, self._store.groups[0].page_bytes)
         try:
             loading = self._store.load_to(hit, target, first=first, count=count, deadline_s=self._load_s)
@@ -116,7 +117,7 @@ class GuardedStore:
         return target.pages[:arrived]
 
     def save(self, prompt: Prompt | TokenIds, pages: torch.Tensor, *, first: int, group: int = 0) -> None:
-        """Start to store pages of a prompt, and return. ``pages`` must not change any more."""
+        """Start to save pages of a prompt, without waiting. ``pages`` must not change afterwards."""
         if not len(pages):
             return
         expected = len(prompt) - first * self._store.spec.chunk_tokens
@@ -126,7 +127,7 @@ class GuardedStore:
                 self._saving_bytes += pages.nbytes
         if not fits:
             self.errors.warn(
-                "saves", "pages are computed faster than the store takes them: some are not stored"
+                "saves", "pages are computed faster than the store can save them: some are not stored"
             )
             self.counters.add("not_saved_tokens", len(pages) * self._store.spec.chunk_tokens)
             self.losses += 1
@@ -155,13 +156,13 @@ class GuardedStore:
         saving.on_end(ended)
 
     def totals(self) -> Mapping[str, float]:
-        """Return the counters since the store was opened, with ``errors``."""
+        """Return the counters since the store was opened, and the number of ``errors``."""
         with self._lock:
             self._totals = added(self._totals, self.counters.take())
             return {**self._totals, "errors": self.errors.counts.total()}
 
     def wait_saved(self, timeout: float | None) -> bool:
-        """Wait until all saves have ended. Return False after ``timeout`` seconds."""
+        """Wait until all saves have ended, at most ``timeout`` seconds. Return whether they have ended."""
         ends = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             saving: Sequence[Transfer[int]] = list(self._saving)
@@ -173,19 +174,19 @@ class GuardedStore:
         return True
 
     def flush(self, timeout: float | None) -> bool:
-        """Wait until all saved pages are in the store, and on its disk if it has one."""
+        """Wait until all saved pages are in the store, and on its disk if it has a disk tier. Wait at most
+        ``timeout`` seconds, and return whether all pages are there."""
         ends = None if timeout is None else time.monotonic() + timeout
         if not self.wait_saved(timeout):
             return False
         return self._store.flush(None if ends is None else max(ends - time.monotonic(), 0.0))
 
     def close(self) -> None:
-        """Close the store."""
         self._store.close()
 
 
 class _PageRows:
-    """Rows of a new tensor as the target of a load: pages ``first …`` of a hit."""
+    """A new tensor as the target of a load: row 0 takes page ``first`` of a hit, and so on."""
 
     def __init__(self, first: int, count: int, page_bytes: int) -> None:
         self.pages = torch.empty((count, page_bytes), dtype=torch.uint8)

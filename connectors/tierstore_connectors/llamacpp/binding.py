@@ -1,8 +1,8 @@
-"""``llama_cpp.Llama.set_cache(TierStoreLlamaCache(llama))``: prompts of the Python binding in a daemon.
+"""A cache for llama.cpp's Python binding: ``llama_cpp.Llama.set_cache(TierStoreLlamaCache(llama))``.
 
-The binding looks a prompt up before it is computed and stores the whole context after each answer. Here only
-what is new is stored, by pages, and the longest held prefix comes back, also in another process. After any
-error the prompt is computed, and the log has one line.
+The binding looks up each prompt in its cache before computing it, and gives the cache the whole context after
+each completion. This cache stores only new pages of the context in a daemon, and restores the longest stored
+prefix, also in another process. After any error the prompt is computed, and the error is logged once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tierstore_connectors.llamacpp.state import (
 
 _log = logging.getLogger("llama_cpp.tierstore")
 
-# Fields of the context's parameters that are known not to change KV.
+# Fields of llama.cpp's context parameters that are known not to change KV.
 _HARMLESS = frozenset(
     (
         *("n_threads", "n_threads_batch", "n_outputs_max", "embeddings", "no_perf", "samplers", "n_samplers"),
@@ -48,11 +48,10 @@ _HARMLESS = frozenset(
 class TierStoreLlamaCache(BaseLlamaCache):
     """A cache for a ``llama_cpp.Llama``, in a daemon that other processes share.
 
-    ``store`` is the daemon's address (None: this user's). ``namespace`` keeps pages apart from those of other
-    namespaces. ``options`` are the other fields of
-    :class:`~tierstore_connectors.llamacpp.blocks.BlockSettings`. The constructor reads the model's file,
-    unless its digest is remembered, and computes one token: make the cache before the first prompt. Raises
-    :class:`UsageError` for a model that is not supported.
+    ``store`` is the daemon's address (None: this user's daemon). Caches with different ``namespace`` share no
+    pages. ``options`` are the other fields of :class:`~tierstore_connectors.llamacpp.blocks.BlockSettings`.
+    The constructor hashes the model's file, unless the digest is cached, and computes one token. So make the
+    cache before the first prompt. Raise :class:`UsageError` for a model that is not supported.
 
     >>> llm = Llama("model.gguf", n_ctx=4096)                               # doctest: +SKIP
     >>> llm.set_cache(TierStoreLlamaCache(llm, "ipc:///run/tierstore/s"))   # doctest: +SKIP
@@ -78,15 +77,15 @@ class TierStoreLlamaCache(BaseLlamaCache):
 
     @property
     def cache_size(self) -> int:
-        """Return 0: the daemon has limits of its own."""
+        """Return 0, because the daemon limits the size of its tiers itself."""
         return 0
 
     def wait_connected(self, seconds: float) -> bool:
-        """Return whether the daemon answers within this time."""
+        """Wait up to ``seconds`` for the daemon's answer. Return whether it has answered."""
         return self._blocks.wait_connected(seconds)
 
     def close(self) -> None:
-        """Close the connection to the daemon. The cache then holds nothing."""
+        """Close the connection to the daemon. Later lookups find nothing."""
         self._blocks.close()
 
     def __contains__(self, key: Sequence[int]) -> bool:
@@ -97,8 +96,8 @@ class TierStoreLlamaCache(BaseLlamaCache):
         return True
 
     def __getitem__(self, key: Sequence[int]) -> LlamaState:
-        """Return the state of the longest held prefix of ``key``. Raises :class:`KeyError` if none is worth
-        loading."""
+        """Return the state of the longest stored prefix of ``key``. Raise :class:`KeyError` if no stored
+        prefix is long enough to be worth loading."""
         tokens = np.asarray(key, np.uint32)
         try:
             known = Llama.longest_token_prefix(
@@ -109,10 +108,10 @@ class TierStoreLlamaCache(BaseLlamaCache):
                 return self._state(found.state)
         except Exception as error:  # noqa: BLE001  # the prompt is computed
             self.errors.caught("loading a prompt", error)
-        raise KeyError("not held")
+        raise KeyError("no prefix of the prompt is stored")
 
     def __setitem__(self, key: Sequence[int], value: LlamaState) -> None:
-        """Store a context's state. Blocks until its pages are in the daemon's memory."""
+        """Store a context's state, and wait until its pages are in the daemon's memory."""
         try:
             data = np.frombuffer(value.llama_state, np.uint8)
             tokens = value.input_ids[: value.n_tokens].astype(np.uint32)
@@ -128,7 +127,7 @@ class TierStoreLlamaCache(BaseLlamaCache):
         ids[: len(state.tokens)] = state.tokens
         return LlamaState(
             input_ids=ids,
-            scores=np.zeros((1, self._llama.n_vocab()), np.single),  # the last token is computed again
+            scores=np.zeros((1, self._llama.n_vocab()), np.single),  # the binding does not read them
             n_tokens=len(state.tokens),
             llama_state=data,
             llama_state_size=len(data),
@@ -146,7 +145,7 @@ def _require_supported(llama: Llama) -> None:
 
 
 def _probed(llama: Llama) -> LlamaSequence:
-    """Return the state of one token. The context is empty before and after it."""
+    """Return the state of a sequence of one token, and leave the context empty."""
     llama.reset()
     tokens = [max(llama.token_bos(), 0)]
     llama.eval(tokens)
@@ -173,8 +172,8 @@ def _weights(llama: Llama) -> str:
 
 
 def _engine(llama: Llama) -> str:
-    """Return a digest of everything besides the weights that changes KV: the context's parameters, the
-    model's overrides, this process's llama.cpp, and the processor."""
+    """Return a digest of everything except the weights that changes KV: the context's parameters, the
+    overrides of the model's metadata, the llama.cpp libraries, and the processor."""
     parameters = llama.context_params
     fields = [(name, getattr(parameters, name)) for name, *_ in parameters._fields_ if name not in _HARMLESS]
     counted = [(name, value) for name, value in fields if isinstance(value, (bool, int, float, str))]

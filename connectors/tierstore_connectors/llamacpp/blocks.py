@@ -1,11 +1,11 @@
-"""A model's sequences in a store: states are cut along their tokens into pages, and put together again.
+"""A model's sequences in a store: a sequence's state is divided into pages by tokens, and restored from
+pages.
 
 A page has the rows of ``chunk_tokens`` tokens: ``[row of a layer's K or V][token][bytes]``, all keys before
-all values. Two sequences with a common prefix share its pages. A model with sliding windows has pages of two
-layer groups, and a hit needs pages of both (:mod:`tierstore.groups`).
+all values. Two sequences with a common prefix share the prefix's pages. A model with sliding windows has
+pages of two layer groups, and a hit needs pages of both groups (:mod:`tierstore.groups`).
 
-The store may be away, slow or full: :class:`LlamaBlocks` then finds and stores less, and never raises for
-it.
+If the store is unavailable, slow or full, :class:`LlamaBlocks` finds and stores less, but does not raise.
 """
 
 from __future__ import annotations
@@ -36,12 +36,18 @@ from tierstore_connectors.llamacpp.state import (
 )
 
 _CODEC = f"llamacpp-state{FILE_VERSION}-pages1"
-_SAVE_S = 60.0  # longest time of a save
+_SAVE_S = 60.0  # the most seconds that a save may take
 
 
 @dataclass(frozen=True)
 class BlockSettings:
-    """How sequences are kept. Raises :class:`UsageError` for invalid values."""
+    """The settings of a :class:`LlamaBlocks`. Raises :class:`UsageError` for invalid values.
+
+    - ``store``: the daemon's address. ``keys``, ``server_key``: key files for ``tcp://``.
+    - ``namespace``: processes with different namespaces share no pages.
+    - ``chunk_tokens``: tokens per page. ``least_tokens``: fewer tokens are neither looked up nor loaded.
+    - ``lookup_s``, ``load_s``: the most seconds that a lookup and a load may take.
+    """
 
     store: str
     namespace: str = ""
@@ -64,8 +70,9 @@ class BlockSettings:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """The identity of a model's KV: digests of the weights and of everything else that counts.
-    ``window`` is the length of the sliding window; 0 for a model without one. ``name`` is for people."""
+    """The identity of a model's KV: a digest of the ``weights``, and in ``engine`` a digest of everything
+    else that changes KV. ``window`` is the length of the sliding window in tokens, 0 without one. ``name`` is
+    shown to users."""
 
     weights: str
     engine: str
@@ -75,15 +82,15 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class FoundPrefix:
-    """The longest prefix of a prompt that the store has, in tokens, and its state if it was loaded."""
+    """The length in tokens of the longest stored prefix of a prompt, and its state if it was loaded."""
 
     tokens: int
     state: LlamaSequence | None = None
 
 
 class LlamaBlocks:
-    """The sequences of one model in a store. Thread-safe. Raises :class:`UsageError` for a model or an
-    address that cannot be used."""
+    """The sequences of one model in a store. Thread-safe. Raises :class:`UsageError` for a model that is not
+    supported, or an invalid address."""
 
     def __init__(
         self, settings: BlockSettings, layout: StateLayout, facts: ModelFacts, log: logging.Logger
@@ -119,17 +126,18 @@ class LlamaBlocks:
         return self._store.identity
 
     def wait_connected(self, seconds: float) -> bool:
-        """Return whether the daemon answers within this time."""
+        """Wait up to ``seconds`` for the daemon's answer. Return whether it has answered."""
         return self._store.wait_connected(seconds)
 
     def close(self) -> None:
         self._store.close()
 
     def find(self, tokens: Tokens, *, known: int = 0) -> FoundPrefix:
-        """Return the longest held prefix of ``tokens`` that leaves at least one token to compute.
+        """Return the longest stored prefix of ``tokens`` that leaves at least one token to compute.
 
-        It is loaded if it has at least ``least_tokens`` more than ``known``, the number of tokens that the
-        engine has itself. A load that takes longer than ``load_s`` gives a shorter prefix.
+        The prefix is loaded if it has at least ``least_tokens`` tokens more than ``known``, the number of
+        leading tokens whose KV the engine already has. A load that takes longer than ``load_s`` returns a
+        shorter prefix.
         """
         most = len(tokens) - 1
         if most < self.settings.least_tokens or not self._may_ask():
@@ -137,7 +145,7 @@ class LlamaBlocks:
         began = time.monotonic()
         with self._store.lookup(tokens, max_tokens=most) as hit:
             self._answered(late=not hit.tokens and time.monotonic() - began >= self.settings.lookup_s)
-            # llama-server computes a sequence anew that does not fill its window.
+            # llama-server recomputes a sequence that is shorter than its window.
             least = max(known + self.settings.least_tokens, self._window + 1 if self.windowed else 0)
             if hit.tokens < least:
                 return FoundPrefix(hit.tokens)
@@ -168,7 +176,7 @@ class LlamaBlocks:
         chunk = self.settings.chunk_tokens
         first = first_chunk * chunk
         # llama-server continues a sequence only if it also has the two cells before the window. No later
-        # token attends to them, so their bytes do not matter.
+        # token attends to these cells, so their bytes do not matter.
         start = min(first, max(length - self._window - 1, 0)) if windowed else first
         rows, at = [], 0
         for row in layout.rows:
@@ -181,12 +189,13 @@ class LlamaBlocks:
 
     @property
     def windowed(self) -> bool:
-        """Whether the model has sliding windows. Then a state is only stored if it ends at a page's end."""
+        """Whether the model has sliding windows."""
         return len(self.layout.caches) > 1
 
     def save(self, state: LlamaSequence, *, held: int = 0) -> int:
-        """Store the pages of ``state`` behind the first ``held`` tokens, which the store has. Return the
-        number of stored tokens, counted from the prompt's start. Blocks: call it on a thread of its own.
+        """Store the pages of ``state`` after the first ``held`` tokens, which are stored already. Return the
+        number of stored tokens, counted from the prompt's start. The method waits for the save, so call it on
+        a separate thread.
 
         Raises :class:`UsageError` for a state of another layout.
         """
@@ -207,13 +216,13 @@ class LlamaBlocks:
                 return 0
             if not group.named:
                 stored = chunks.start * self.settings.chunk_tokens + saved
-        if held and stored < total:  # the pages before may have been evicted
+        if held and stored < total:  # pages of the first ``held`` tokens may have been evicted
             return self.save(state)
         return stored
 
     def _savable(self, group: Group, cache: CacheRows, total: int, held: int) -> range:
-        """Return the chunks to save of a cache. A window's first page may be incomplete at its front: then it
-        is not stored, because another hit could need what it lacks."""
+        """Return the chunks of a cache to save. If the window begins inside a page, this page is not saved,
+        because another hit could need its missing tokens."""
         chunk = self.settings.chunk_tokens
         if not group.named:
             return range(held // chunk, -(-total // chunk))
@@ -222,8 +231,7 @@ class LlamaBlocks:
         return range(max(needed.start, complete), needed.stop)
 
     def _pages(self, cache: CacheRows, chunks: range) -> Iterator[memoryview]:
-        """Return the pages of these chunks. The last may have fewer tokens than a chunk, and zeros for the
-        rest."""
+        """Return the pages of ``chunks``. If the last chunk is incomplete, its page is padded with zeros."""
         chunk = self.settings.chunk_tokens
         pages = np.zeros((len(chunks), chunk * cache.layout.token_bytes), np.uint8)
         at = 0
@@ -251,8 +259,8 @@ class LlamaBlocks:
 
 
 def spec_of(layout: StateLayout, window: int, chunk_tokens: int) -> KVSpec:
-    """Return the spec of a model's pages: bytes of a token, in a group for each cache. Raises
-    :class:`UsageError` for a model that is not supported."""
+    """Return the spec of a model's pages, which has a layer group for each cache. Raise :class:`UsageError`
+    for a model that is not supported."""
     if any(cache.token_bytes % 2 for cache in layout.caches):
         raise UsageError("the state has an odd number of bytes per token, which is not supported")
     groups = [LayerGroup(LayerKind.FULL_ATTENTION, (0,), 1, layout.caches[0].token_bytes // 2)]

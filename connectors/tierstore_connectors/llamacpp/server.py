@@ -1,11 +1,11 @@
-"""A running llama-server: its process, and what of it changes KV.
+"""The process of a running llama-server, and a digest of everything in it that changes KV.
 
-llama-server reports neither its RoPE settings nor the types of its cache, so they are read from the process
-that listens at its address: the arguments, the environment and the loaded libraries. That needs the same host
-and the same user, and a process namespace in which both see one another.
+llama-server reports neither its RoPE settings nor the types of its KV cache. So this module reads the
+arguments, environment and loaded libraries of the process that listens at the server's address. Reading them
+requires the same host, the same user and a common process namespace.
 
-Every argument counts unless :data:`HARMLESS` lists it, including arguments that a later llama.cpp adds. An
-argument that names a file counts by its bytes.
+Every argument is part of the digest unless :data:`HARMLESS` lists it, including arguments that a later
+llama.cpp adds. If an argument names a file, the file's contents are part of the digest.
 """
 
 from __future__ import annotations
@@ -19,16 +19,11 @@ from pathlib import Path
 
 from tierstore.errors import UsageError
 from tierstore_connectors.common.contents import contents, default_cache
-from tierstore_connectors.common.facts import digest, host_device
-
-
-def _flags(names: str) -> frozenset[str]:
-    return frozenset(names.split())
-
+from tierstore_connectors.common.facts import digest, host_device, words
 
 HARMLESS: frozenset[str] = frozenset().union(
-    # Where the server runs and listens, who may use it, and how it is observed.
-    _flags("""
+    # Addresses, access rights, logs and metrics.
+    words("""
         --host --port --reuse-port --path --cors-origins --cors-methods --cors-headers
         --cors-credentials --no-cors-credentials --api-prefix --api-key --api-key-file
         --ssl-key-file --ssl-cert-file -to --timeout --sse-ping-interval --threads-http --metrics
@@ -38,8 +33,8 @@ HARMLESS: frozenset[str] = frozenset().union(
         --verbosity --log-verbosity --log-prefix --no-log-prefix --log-timestamps
         --no-log-timestamps --perf --no-perf --warmup --no-warmup --sleep-idle-seconds --media-path
     """),
-    # How many requests there are at a time, where they are computed, and what the server keeps itself.
-    _flags("""
+    # Batching of requests, threads, and the server's own prompt cache.
+    words("""
         -t --threads -tb --threads-batch -C --cpu-mask -Cr --cpu-range --cpu-strict --prio --poll
         -Cb --cpu-mask-batch -Crb --cpu-range-batch --cpu-strict-batch --prio-batch --poll-batch
         --numa -np --parallel -cb --cont-batching -nocb --no-cont-batching -kvu --kv-unified -no-kvu
@@ -48,8 +43,8 @@ HARMLESS: frozenset[str] = frozenset().union(
         --cache-prompt -dt --defrag-thold --check-tensors -lm --load-mode --mmap --no-mmap --mlock
         --no-context-shift
     """),
-    # From text to tokens and from logits to text: pages are named by tokens.
-    _flags("""
+    # Conversions from text to tokens and from logits to text, because pages are found by tokens.
+    words("""
         -n --predict --n-predict --keep -e --escape --no-escape -r --reverse-prompt -sp --special
         --spm-infill --samplers -s --seed --sampler-seq --sampling-seq --ignore-eos --temp
         --temperature --top-k --top-p --min-p --top-nsigma --top-n-sigma --xtc-probability
@@ -64,10 +59,10 @@ HARMLESS: frozenset[str] = frozenset().union(
         --prefill-assistant --no-prefill-assistant
     """),
 )
-"""The arguments of llama-server that are known not to change the KV of given tokens."""
+"""The arguments of llama-server that are known not to change the KV of a token sequence."""
 
-# These say where the weights are, which count by their bytes.
-_ELSEWHERE = _flags("""
+# These give the location of the weights, which are part of the identity by their contents.
+_ELSEWHERE = words("""
     -m --model -mu --model-url -hf -hfr --hf-repo -hff --hf-file -hft --hf-token -dr --docker-repo
 """)
 
@@ -78,9 +73,9 @@ _UNSUPPORTED = {
     "--grp-attn-n": "cells of the KV cache move to other positions",
     "--lora": "an adapter's scale can change at any time",
     "--lora-scaled": "an adapter's scale can change at any time",
-    "--swa-full": "llama-server then continues sequences whose windows are not complete",
-    "--no-slots": "the slots in use cannot be seen",
-    "--no-cache-prompt": "it forgets every prompt",
+    "--swa-full": "llama-server then continues sequences with incomplete windows",
+    "--no-slots": "the server then does not report which slots are in use",
+    "--no-cache-prompt": "the server then does not continue a restored prompt",
     "--models-dir": "a router has no model of its own",
     "--models-preset": "a router has no model of its own",
 }
@@ -90,13 +85,13 @@ _ONE_IS_OFF = ("-gan", "--grp-attn-n")
 _ENVIRONMENT = re.compile(r"LLAMA_(?!ARG_|API_KEY|CACHE|LOG)|GGML_|CUDA_|HIP_|ROCR_|HSA_|VK_|OMP_PROC")
 _LIBRARY = re.compile(r"/lib(?:llama|ggml)[^/]*\.so")
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
-_STARTED_SLACK_S = 2.0  # the start of a process is known to a hundredth of a second, its boot to a second
+_STARTED_SLACK_S = 2.0  # the boot time is known to a second only
 
 
 @dataclass(frozen=True)
 class LlamaProcess:
-    """The process of a llama-server. ``started`` is its start in clock ticks since the machine's boot: with
-    the number it tells processes apart."""
+    """The process of a llama-server. ``started`` is the process's start in clock ticks since the machine's
+    boot: ``pid`` and ``started`` together identify the process."""
 
     pid: int
     started: int
@@ -106,8 +101,8 @@ class LlamaProcess:
 
     @classmethod
     def listening_at(cls, host: str, port: int) -> LlamaProcess:
-        """Return the process that listens at this address. Raises :class:`UsageError` if it cannot be
-        seen."""
+        """Return the process that listens at ``host:port``. Raise :class:`UsageError` if the process is not
+        visible or readable."""
         inodes = set(_listening(port))
         pid = next((pid for pid in _pids() if inodes and _has_socket(pid, inodes)), None)
         if pid is None:
@@ -122,7 +117,7 @@ class LlamaProcess:
 
     @classmethod
     def of(cls, pid: int) -> LlamaProcess:
-        """Return a process by its number. Raises :class:`OSError`."""
+        """Return the process ``pid``. Raise :class:`OSError` if the process cannot be read."""
         place = Path(f"/proc/{pid}")
         command = place.joinpath("cmdline").read_bytes().decode(errors="surrogateescape").split("\0")[1:-1]
         variables = place.joinpath("environ").read_bytes().decode(errors="surrogateescape").split("\0")
@@ -137,33 +132,35 @@ class LlamaProcess:
 
     @property
     def alive(self) -> bool:
-        """Return whether the same process still runs."""
+        """Return whether this process still runs."""
         try:
             return _started(self.pid) == self.started
         except (OSError, ValueError):
             return False
 
     def value(self, *names: str) -> str | None:
-        """Return the value of an argument; None if it is not given, empty if it has no value."""
+        """Return the value of an argument with one of ``names``; None without the argument, "" without a
+        value."""
         for name, *values in self.arguments:
             if name in names:
                 return values[0] if values else ""
         return None
 
     def path(self, name: str) -> Path:
-        """Return a path as the process would open it."""
+        """Return a path relative to the process's working directory."""
         return self.folder / name
 
     @property
     def slot_folder(self) -> Path:
-        """Return the folder for slots. Raises :class:`UsageError` if the server has none."""
+        """Return the folder of slot files. Raise :class:`UsageError` if the server has no
+        --slot-save-path."""
         given = self.value("--slot-save-path")
         if not given:
             raise UsageError("llama-server needs --slot-save-path DIR (best in memory: /dev/shm/NAME)")
         return self.path(given)
 
     def require_supported(self) -> None:
-        """Raise :class:`UsageError` for an argument with which states do not belong to their tokens."""
+        """Raise :class:`UsageError` for an argument that is not supported."""
         for name, *values in self.arguments:
             why = _UNSUPPORTED.get(name)
             off = bool(values) and (values[0] in _OFF or (name in _ONE_IS_OFF and values[0] == "1"))
@@ -171,8 +168,8 @@ class LlamaProcess:
                 raise UsageError(f"llama-server runs with {name}, which is not supported: {why}")
 
     def weights(self, model: Path) -> str:
-        """Return a digest of the model's files. Reads them all, unless their digests are remembered. Raises
-        :class:`UsageError` if they cannot be read, or have changed since the process has read them."""
+        """Return a digest of the contents of the model's files. Raise :class:`UsageError` if a file cannot be
+        read, or has changed since the process was started."""
         model = self.path(str(model))
         files = split_files(model)
         began = _boot_time() + self.started / os.sysconf("SC_CLK_TCK")
@@ -185,8 +182,8 @@ class LlamaProcess:
             raise UsageError(f"the model's file cannot be read: {error}") from error
 
     def engine(self, facts: Sequence[object]) -> str:
-        """Return a digest of everything besides the weights: arguments, environment, libraries, processor,
-        and the given ``facts``. Raises :class:`UsageError`."""
+        """Return a digest of everything except the weights: arguments, environment, libraries, processor and
+        ``facts``. Raise :class:`UsageError` if the libraries cannot be read."""
         program = Path(os.path.realpath(f"/proc/{self.pid}/exe"))
         built = libraries(self.pid, program)
         return digest([built, host_device(), self._counted_arguments(), self.environment, *facts])
@@ -196,7 +193,7 @@ class LlamaProcess:
         return [(name, *map(self._counted, values)) for name, *values in self.arguments if name not in known]
 
     def _counted(self, value: str) -> str:
-        """Return an argument's value, or the digest of the file that it names."""
+        """Return an argument's value. If the value is a file's path, return the digest of its contents."""
         file = self.path(value)
         if not file.is_file():
             return value
@@ -204,10 +201,10 @@ class LlamaProcess:
 
 
 def libraries(pid: int, *programs: Path) -> str:
-    """Return a digest of ``programs`` and of the llama.cpp libraries that a process has loaded. Raises
-    :class:`UsageError`.
+    """Return a digest of ``programs`` and of the llama.cpp libraries that a process has loaded. Raise
+    :class:`UsageError` if a file cannot be read.
 
-    The libraries are read through the process, because their paths may be those of a container.
+    The libraries are read below ``/proc/PID/root``, because the process may run in a container.
     """
     place = Path(f"/proc/{pid}")
     try:
@@ -220,12 +217,13 @@ def libraries(pid: int, *programs: Path) -> str:
 
 
 def weights_digest(files: Sequence[Path]) -> str:
-    """Return a digest of a model's files, which does not depend on their names. Raises :class:`OSError`."""
+    """Return a digest of the contents of a model's files, in order. Raise :class:`OSError` if a file cannot
+    be read."""
     return contents({f"{at:05}": file for at, file in enumerate(files)}, remembered=default_cache()).digest
 
 
 def split_files(model: Path) -> list[Path]:
-    """Return the files of a GGUF model, which may be split: ``NAME-00001-of-00003.gguf``."""
+    """Return the files of a GGUF model, which may be split into ``NAME-00001-of-00003.gguf`` and so on."""
     found = _SPLIT.search(model.name)
     if not found:
         return [model]
@@ -234,7 +232,7 @@ def split_files(model: Path) -> list[Path]:
 
 
 def _arguments(command: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Cut a command line into arguments with their values.
+    """Divide a command line into arguments with their values.
 
     >>> list(_arguments(["-m", "a.gguf", "--temp", "-1", "--jinja"]))
     [('-m', 'a.gguf'), ('--temp', '-1'), ('--jinja',)]
@@ -252,7 +250,7 @@ def _arguments(command: Sequence[str]) -> Iterator[tuple[str, ...]]:
 
 
 def _arguments_of_environment(variables: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Return ``LLAMA_ARG_CTX_SIZE=4096`` as ``--ctx-size 4096``."""
+    """Return environment variables as arguments: ``LLAMA_ARG_CTX_SIZE=4096`` as ``--ctx-size 4096``."""
     for each in variables:
         name, _, value = each.partition("=")
         if name.startswith("LLAMA_ARG_"):
@@ -261,7 +259,7 @@ def _arguments_of_environment(variables: Sequence[str]) -> Iterator[tuple[str, .
 
 
 def _listening(port: int) -> Iterator[str]:
-    """Return the inodes of the sockets that listen at this port."""
+    """Return the inodes of the sockets that listen at ``port``."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             lines = Path(table).read_text().splitlines()[1:]
@@ -283,7 +281,7 @@ def _has_socket(pid: int, inodes: set[str]) -> bool:
             if link.startswith("socket:[") and link[8:-1] in inodes:
                 return True
     except OSError:
-        pass  # of another user, or gone
+        pass  # the process has ended, or belongs to another user
     return False
 
 

@@ -1,16 +1,16 @@
-"""The state of one sequence as llama.cpp writes it, read into rows per token and written from them.
+"""Reading and writing of llama.cpp's state of one sequence, as rows of bytes per token.
 
-llama.cpp writes a sequence as its cells' metadata, then for each layer the K rows of all cells, then the V
-rows (or, without flash attention, V transposed). A model with sliding windows has two such caches: one for
-layers with full attention, and one for layers with a window::
+llama.cpp writes the metadata of a sequence's cells, then for each layer the K rows of all cells, then the V
+rows (or, without flash attention, V transposed). A model with sliding windows has two KV caches in this
+format: one of the layers with full attention, and one of the layers with a window::
 
     file    magic version, tokens, cache [cache]
     cache   streams, for each stream: cells; if there are any: (pos 1 seq)*, transposed, layers,
             (type row_bytes K-rows)*, (type row_bytes V-rows)*     or (type element width V-columns)*
 
-Reading is strict, because a state that is misread would be wrong KV: every size must fit, and anything
-unknown (another version, recurrent states, cells with two-dimensional positions, images among the tokens)
-raises :class:`LlamaStateError`. All numbers are little-endian.
+Reading is strict, because misread bytes would become wrong KV. :class:`LlamaStateError` is raised for a size
+that does not fit and for every unknown feature: another version, recurrent states, cells with two-dimensional
+positions, images among the tokens. All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Tokens: TypeAlias = npt.NDArray[np.uint32]
 
 FILE_MAGIC = 0x67677371  # "ggsq"
 FILE_VERSION = 3
-CONTENT_MAGIC = 0xAF143CD8  # before a sequence's state in memory
-_SERVER_TOKENS = 0xFFFFFFFF  # llama-server's mark before its own list of tokens
+CONTENT_MAGIC = 0xAF143CD8  # the first number of ``llama_state_seq_get_data``
+_SERVER_TOKENS = 0xFFFFFFFF  # the first number of llama-server's own format of the token list
 _SERVER_TOKENS_VERSION = 1
 _CELL = np.dtype([("position", "<i4"), ("sequences", "<u4"), ("sequence", "<i4")])
 _MOST_STREAMS, _MOST_LAYERS, _MOST_ROW_BYTES, _MOST_TYPE = 256, 4096, 1 << 24, 1024
@@ -40,13 +40,13 @@ _MOST_CACHES = 2
 
 
 class LlamaStateError(TierStoreError):
-    """A state is not in the format that is known here."""
+    """A state has an unknown format."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """K or V of one token in one layer: llama.cpp's number of the type, and the bytes. ``element`` is the
-    size of one number if the state has V transposed, otherwise 0."""
+    """The format of K or V of one token in one layer: llama.cpp's type number, and the number of bytes.
+    ``element`` is the size of one number in bytes if the state has V transposed, otherwise 0."""
 
     type: int
     nbytes: int
@@ -55,7 +55,8 @@ class Row:
 
 @dataclass(frozen=True)
 class CellLayout:
-    """The layout of one cache: its streams, and the rows of its layers. ``values`` is empty for latents."""
+    """The layout of one KV cache: its number of streams, and the rows of its layers. ``values`` is empty for
+    latent vectors (MLA)."""
 
     streams: int
     transposed: bool
@@ -72,15 +73,15 @@ class CellLayout:
         return sum(row.nbytes for row in self.rows)
 
     def describe(self) -> str:
-        """Return what must be equal in two states for their bytes to be interchangeable. The number of
-        streams only says how many sequences there may be."""
+        """Return a text that is equal for two states whose bytes are interchangeable. The number of streams
+        is left out, because it only limits the number of sequences."""
         sides = [",".join(f"{row.type}:{row.nbytes}" for row in side) for side in (self.keys, self.values)]
         return f"{'transposed ' if self.transposed else ''}k[{sides[0]}] v[{sides[1]}]"
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """The layout of a state: one cache, or one for full attention and one for sliding windows."""
+    """The layout of a state: one KV cache, or one of full attention and one of sliding windows."""
 
     caches: tuple[CellLayout, ...]
 
@@ -90,8 +91,8 @@ class StateLayout:
 
 @dataclass(frozen=True)
 class CacheRows:
-    """The rows of consecutive tokens, from position ``first`` on: one array of (tokens, bytes) for each row
-    of ``layout``."""
+    """The rows of consecutive tokens from position ``first`` on. ``rows`` has an array of shape (tokens,
+    bytes) for each row of ``layout``."""
 
     layout: CellLayout
     first: int
@@ -104,7 +105,7 @@ class CacheRows:
 
 @dataclass(frozen=True)
 class LlamaSequence:
-    """The state of a sequence. Every cache ends behind the last token that was computed."""
+    """The state of a sequence. Every KV cache ends after the last computed token."""
 
     tokens: Tokens
     caches: tuple[CacheRows, ...]
@@ -133,7 +134,7 @@ class _StateReader:
         return self._data[self.at - count : self.at]
 
     def number(self, what: str, most: int, *, wide: bool = False) -> int:
-        """Read a number of 4 bytes, or of 8 if it is ``wide``."""
+        """Read a number of 4 bytes, or of 8 bytes if ``wide``. Raise an error for a number above ``most``."""
         value = int(self.bytes(8 if wide else 4).view("<u8" if wide else "<u4")[0])
         if value > most:
             raise LlamaStateError(f"{what} must be at most {most}, got {value}")
@@ -141,8 +142,8 @@ class _StateReader:
 
 
 def read_file(data: Bytes) -> LlamaSequence | None:
-    """Return the state in a file of ``llama_state_seq_save_file`` or of a llama-server's slot. None for an
-    empty slot. The arrays are views of ``data`` where that is possible."""
+    """Return the state in a file of ``llama_state_seq_save_file`` or of a llama-server's slot, or None for an
+    empty slot. The arrays are views of ``data`` if possible."""
     reader = _StateReader(data)
     magic, version = (reader.number("a header field", 0xFFFFFFFF) for _ in range(2))
     if (magic, version) != (FILE_MAGIC, FILE_VERSION):
@@ -156,8 +157,8 @@ def read_file(data: Bytes) -> LlamaSequence | None:
 
 
 def read_sequence(data: Bytes, tokens: Tokens) -> LlamaSequence | None:
-    """Return the state in the bytes of ``llama_state_seq_get_data``, which do not contain the tokens. None
-    for an empty sequence."""
+    """Return the state in the bytes of ``llama_state_seq_get_data``, or None for an empty sequence. The data
+    does not contain the ``tokens``."""
     reader = _StateReader(data)
     magic = reader.number("the magic", 0xFFFFFFFF)
     if magic != CONTENT_MAGIC:
@@ -167,8 +168,8 @@ def read_sequence(data: Bytes, tokens: Tokens) -> LlamaSequence | None:
 
 
 def read_context(data: Bytes, tokens: Tokens, architecture: str) -> LlamaSequence | None:
-    """Return the state in the bytes of ``llama_state_get_data`` of a context with one sequence. None if it is
-    empty."""
+    """Return the state in the bytes of ``llama_state_get_data`` of a context with one sequence, or None if
+    the sequence is empty."""
     reader = _StateReader(data)
     name = reader.bytes(reader.number("the length of a name", 256)).tobytes().decode(errors="replace")
     if name != architecture:
@@ -177,7 +178,8 @@ def read_context(data: Bytes, tokens: Tokens, architecture: str) -> LlamaSequenc
 
 
 def _tokens(packed: Tokens) -> Tokens:
-    """Return the tokens of a file. A llama-server writes a mark, a version and a list of media with them."""
+    """Return the tokens of a file. llama-server writes them with a first number, a version and a list of
+    media."""
     if not len(packed) or packed[0] != _SERVER_TOKENS:
         return packed
     if len(packed) < 4 or packed[1] != _SERVER_TOKENS_VERSION:
@@ -192,7 +194,7 @@ def _state(reader: _StateReader, tokens: Tokens) -> LlamaSequence | None:
     caches: list[CacheRows | None] = []
     while reader.left:
         if len(caches) == _MOST_CACHES:
-            raise LlamaStateError(f"the state has more than {_MOST_CACHES} caches, or other data behind them")
+            raise LlamaStateError(f"the state has more than {_MOST_CACHES} caches, or other data after them")
         caches.append(_cache(reader))
     if not caches:
         raise LlamaStateError("the state has no KV cache")
@@ -237,7 +239,7 @@ def _cells(reader: _StateReader, count: int, streams: int) -> CacheRows:
     if not layers:
         raise LlamaStateError("the state has no layers")
     keys, values = [_plain(reader, count) for _ in range(layers)], []
-    if reader.left:  # latents have no V
+    if reader.left:  # models with latent vectors have no V rows
         read = _columns if transposed else _plain
         values = [read(reader, count) for _ in range(layers)]
     layout = CellLayout(streams, transposed, tuple(row for row, _ in keys), tuple(row for row, _ in values))
@@ -267,14 +269,9 @@ def _columns(reader: _StateReader, count: int) -> tuple[Row, Bytes]:
 
 
 def write_file(state: LlamaSequence) -> list[Bytes]:
-    """Return the parts of a file from which llama.cpp restores ``state``, for ``writelines``."""
+    """Return the parts of a slot file from which llama.cpp restores ``state``, for ``writelines``."""
     head = struct.pack("<III", FILE_MAGIC, FILE_VERSION, len(state.tokens))
     return [_bytes(head), _flat(state.tokens.astype("<u4", copy=False)), *_written(state)]
-
-
-def write_sequence(state: LlamaSequence) -> Bytes:
-    """Return the bytes from which ``llama_state_seq_set_data`` restores ``state``."""
-    return np.concatenate([_bytes(struct.pack("<II", CONTENT_MAGIC, 0)), *_written(state)])
 
 
 def write_context(state: LlamaSequence, architecture: str) -> Bytes:
@@ -291,7 +288,8 @@ def _written(state: LlamaSequence) -> list[Bytes]:
         cells = np.zeros(count, _CELL)
         cells["position"] = np.arange(cache.first, cache.stop)
         cells["sequences"] = 1
-        # The sequence's cells are written into its own stream, wherever they stand in the state.
+        # llama.cpp restores the cells into the sequence's own stream; their stream in the state does not
+        # matter.
         parts.append(_bytes(struct.pack("<II", layout.streams, count)))
         parts.append(_flat(cells))
         parts.append(_bytes(struct.pack("<II", layout.transposed, len(layout.keys))))

@@ -1,4 +1,4 @@
-"""SGLang's HiCache over a tierstore daemon: ``--hicache-storage-backend dynamic`` (docs/sglang.md).
+"""A storage backend for SGLang's HiCache, with pages in a tierstore daemon (docs/sglang.md).
 
 The class is in ``tierstore_connectors.sglang.backend``. Importing this package alone does not need SGLang.
 """

@@ -1,13 +1,13 @@
-"""LoRA adapters by their contents, so that an adapter's pages are found after a restart and never mixed up.
+"""Identification of LoRA adapters by the contents of their files.
 
-SGLang names an adapter by an id at the end of a request's cache key. The id of an adapter that the server
-starts with is made from its name and path, so other files at the same path would get the old files' pages.
-The id of an adapter that is loaded later is random, so its pages would not be found again. Here the key ends
-with a digest of all bytes of the adapter's files instead.
+SGLang puts an adapter's id at the end of a request's cache key. For an adapter that is given at the server's
+start, the id is made from the adapter's name and path, so changed files at the same path would get the pages
+of the old files. For an adapter that is loaded later, the id is random, so its pages would not be found after
+a restart. So this module replaces the id in the key by a digest of all bytes of the adapter's files.
 
-The digest is taken when SGLang loads the adapter. If the storage is attached to a running server, adapters
-are already loaded and their files may have changed since. Keys of such adapters are valid for this server
-only.
+The digest is computed when SGLang loads the adapter. If the storage is attached to a running server, the
+files of loaded adapters may have changed since they were loaded. So the keys of these adapters are valid for
+this server process only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _log = logging.getLogger("sglang.tierstore")
 
 
 class Adapters:
-    """The digests of the adapters that this process has loaded, by SGLang's ids. Thread-safe."""
+    """The digests of the adapters that this process has loaded, by SGLang's id. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,13 +39,13 @@ class Adapters:
         self._watching = False
 
     def watch(self, started_with: Iterable[Any], *, server: str) -> None:
-        """Put the digests into requests' keys from now on. Repeated calls are harmless.
+        """Put the digests into the keys of requests from now on. Repeated calls are harmless.
 
-        ``started_with`` are SGLang's references to adapters that were loaded just now. ``server`` identifies
-        this server; keys of adapters with unknown files contain it.
+        ``started_with`` are SGLang's references to adapters that it has just loaded. ``server`` identifies
+        this server, and is part of the keys of adapters with unknown files.
         """
         for each in started_with:
-            self._note(str(each.lora_id), str(each.lora_path), server)
+            self._record(str(each.lora_id), str(each.lora_path), server)
         with self._lock:
             if self._watching:
                 return
@@ -53,7 +53,7 @@ class Adapters:
         LoRAManager.load_lora_weights = self._loading(LoRAManager.load_lora_weights)
         Req.__init__ = self._naming(Req.__init__, server)
 
-    def _note(self, lora_id: str, path: str, server: str) -> None:
+    def _record(self, lora_id: str, path: str, server: str) -> None:
         with self._lock:
             if lora_id in self._digests:
                 return
@@ -62,7 +62,7 @@ class Adapters:
             self._digests[lora_id] = found
 
     def _loading(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Take the digest of files that are equal before and after loading."""
+        """Wrap ``load`` to record the digest of files that are equal before and after loading."""
 
         @functools.wraps(load)
         def loading(manager: Any, lora_ref: Any) -> Any:
@@ -76,7 +76,7 @@ class Adapters:
         return loading
 
     def _naming(self, make: Callable[..., None], server: str) -> Callable[..., None]:
-        """Replace the adapter's id at the end of a request's key by its digest."""
+        """Wrap ``make`` to replace the adapter's id at the end of a request's key by its digest."""
 
         @functools.wraps(make)
         def naming(request: Any, *arguments: Any, **options: Any) -> None:
@@ -95,8 +95,8 @@ ADAPTERS = Adapters()
 
 
 def digest_of_adapter(path: str) -> str | None:
-    """Return the digest of an adapter's files, in a folder or in a downloaded repository. Return None, and
-    log a warning, if they cannot be read."""
+    """Return the digest of an adapter's files, in a folder or in a downloaded repository. If a file cannot
+    be read, log a warning and return None."""
     folder = Path(path)
     try:
         if not folder.is_dir():
@@ -108,5 +108,5 @@ def digest_of_adapter(path: str) -> str | None:
 
 
 def _of_server(server: str, lora_id: str) -> str:
-    """Return a name that no other adapter has, if SGLang's ids are unique."""
+    """Return a key part for an adapter with unknown files, which is valid for this server only."""
     return hashlib.sha256(f"{server} {lora_id}".encode()).hexdigest()[:32]

@@ -4,11 +4,12 @@
       '{"backend_name": "tierstore", "module_path": "tierstore_connectors.sglang.backend",
         "class_name": "TierStoreHiCache", "interface_v1": 1}'
 
-No method raises once the engine runs: up to SGLang 0.5.20 an exception ended the thread that saves for good.
-After two unanswered questions the daemon is not asked for a while (:class:`Breaker`), so that it does not
-delay prompts. Each call ends within the seconds of its setting, because ranks wait for one another.
+After the engine's start no method raises, because up to SGLang 0.5.20 an exception ended SGLang's save thread
+for good. After two unanswered requests the daemon gets no request for a while (:class:`Breaker`), so that it
+does not delay prompts. Each call has a time limit (:class:`SglangSettings`), because ranks wait for one
+another.
 
-SGLang's own threads call these methods: one asks, one reads, one writes, and the scheduler may ask as well.
+Threads of SGLang call these methods: one looks up, one reads, one writes, and the scheduler may look up too.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.explaining import MissReporter
 from tierstore_connectors.common.facts import under_epoch
 from tierstore_connectors.common.guard import Breaker, ErrorLog, guarded
-from tierstore_connectors.sglang.config import SAMPLE, SglangSettings
+from tierstore_connectors.sglang.config import SglangSettings
 from tierstore_connectors.sglang.identity import model_digest, weights_revision
 from tierstore_connectors.sglang.pools import HostPool, PagePlaces, PoolPages
 from tierstore_connectors.sglang.queries import Queries, Query
@@ -50,10 +51,10 @@ from tierstore_connectors.sglang.weights import WeightsWatch, epoch_of
 _log = logging.getLogger("sglang.tierstore")
 
 _KV = "kv"
-_LEAST_VERSION = (0, 5, 20)  # earlier versions give one name to pages of requests with different salts
+_LEAST_VERSION = (0, 5, 20)  # earlier versions of SGLang ignore a request's salt in the names of pages
 _FEW_TOKENS = 16
 _EXPLAIN_S = 5.0
-_CONNECT_S = 1.0  # at the engine's start; a daemon that starts later is used as well
+_CONNECT_S = 1.0  # the engine's start waits this long; a daemon that starts later is used as well
 
 
 class TierStoreHiCache(HiCacheStorage):
@@ -69,9 +70,9 @@ class TierStoreHiCache(HiCacheStorage):
             )
         self._config = storage_config
         self._settings = SglangSettings.parse(storage_config.extra_config)
-        self._lock = threading.Lock()  # guards everything below that changes
+        self._lock = threading.Lock()  # guards the attributes below that change
         self._pools: dict[str, tuple[HostPool | SharedPages, ...]] = {}
-        self._stores: dict[str, Store] = {}  # by the layout of pages
+        self._stores: dict[str, Store] = {}  # by page layout
         self._identities: dict[tuple[str, str, str], Identity] = {}  # by pool, layout and epoch
         self._breaker = Breaker()
         self._stats = _Transfers()
@@ -90,18 +91,18 @@ class TierStoreHiCache(HiCacheStorage):
         if self._settings.share_engines:
             require_plain(arguments, at_start=_at_start())
         else:
-            namespace, sampled = self._settings.namespace, self._settings.hash_weights == SAMPLE
+            namespace, sampled = self._settings.namespace, self._settings.hash_weights == "sample"
             self._revision = weights_revision(arguments, namespace, sampled=sampled)
             self._model = model_digest(sglang.__version__, arguments, namespace, sampled=sampled)
         if arguments.get("hicache_host_memory_mode") == "buffer_only":
-            _forget_what_did_not_come()
+            _save_missed_pages_again()
         if arguments.get("enable_lora"):
             _watch_adapters(server=epoch_of(0, shared=True, seed=seed))
 
     # -- pools ---------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Register the KV pool, or the group of pools that it anchors."""
+        """Register the KV pool, or the KV pool of a group of pools."""
         super().register_mem_pool_host(mem_pool_host)
         entry = vars(mem_pool_host).get("anchor_entry")
         self._register(_KV, mem_pool_host if entry is None else entry.host_pool)
@@ -112,11 +113,9 @@ class TierStoreHiCache(HiCacheStorage):
 
     def _register(self, name: str, pool: Any) -> None:
         if vars(pool).get("kv_buffer", pool) is None:
-            return  # an anchor without bytes of its own
+            return  # a placeholder pool without memory
         if pool.page_size < _FEW_TOKENS:
-            self.errors.warn(
-                "page_size", f"pages of {pool.page_size} tokens are slow: --page-size 64 is faster"
-            )
+            self.errors.warn("page_size", f"pages of {pool.page_size} tokens are slow: use --page-size 64")
         known = self._pages_of(name, pool)
         with self._lock:
             self._pools[name] = known
@@ -134,7 +133,7 @@ class TierStoreHiCache(HiCacheStorage):
                     )
 
     def _pages_of(self, name: str, pool: Any) -> tuple[HostPool | SharedPages, ...]:
-        """Return the pages of a pool: one, or one for each layer group if engines share them."""
+        """Return the page format of a pool. If engines share pages, there is one for each layer group."""
         if not self._settings.share_engines:
             return (HostPool(name, pool, torch.arange(pool.page_size)),)
         known = self._pools.get(name, ())
@@ -165,12 +164,12 @@ class TierStoreHiCache(HiCacheStorage):
             server_key=settings.server_key,
             model_name=self._config.model_name or "",
             wait_s=0,
-            log=None if self._stores else _log,  # one line for all pools
+            log=None if self._stores else _log,  # only the first store logs the connection
         )
 
     def _places(self, name: str) -> list[_BufferPlace]:
-        """Return the places of a pool's pages. Raises :class:`KeyError` for a pool that was not
-        registered."""
+        """Return the pages of a pool with their stores and identities. Raise :class:`KeyError` for a pool
+        that was not registered."""
         with self._lock:
             places = []
             for pages in self._pools[name]:
@@ -179,7 +178,7 @@ class TierStoreHiCache(HiCacheStorage):
             return places
 
     def _identity_of(self, pages: HostPool | SharedPages) -> Identity:
-        """Return the current identity of pages, which changes with the weights. Needs the lock."""
+        """Return the current identity of pages, which changes with the weights. The caller holds the lock."""
         epoch = self._weights.look()
         place = pages.name, pages.layout, epoch
         identity = self._identities.get(place)
@@ -192,7 +191,7 @@ class TierStoreHiCache(HiCacheStorage):
                     self._stores[layout] = self._connect(store.identity)
             if isinstance(pages, SharedPages):
                 identity = pages.identity
-                if epoch != self._first_epoch:  # not the weights of the model's files
+                if epoch != self._first_epoch:  # the weights differ from the model's files
                     identity = under_epoch(identity, epoch)
             else:
                 identity = pages.identity(
@@ -204,7 +203,8 @@ class TierStoreHiCache(HiCacheStorage):
         return identity
 
     def _shard(self, pool: str) -> str:
-        """Return this rank's part of the model. Latents are equal on all ranks, states never are."""
+        """Return this rank's part of the model. Latent vectors (MLA) are equal on all tensor-parallel ranks;
+        recurrent states are not."""
         config = self._config
         whole = config.is_mla_model and pool != "mamba"
         tensor = "all" if whole else f"{config.tp_rank}/{config.tp_size}"
@@ -213,7 +213,7 @@ class TierStoreHiCache(HiCacheStorage):
             f"dcp{config.dcp_rank}/{config.dcp_size}"
         )
 
-    # -- asking --------------------------------------------------------------------------------------
+    # -- lookups --------------------------------------------------------------------------------------
 
     @guarded(lambda self, keys, extra_info=None: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
@@ -226,8 +226,8 @@ class TierStoreHiCache(HiCacheStorage):
     def batch_exists_v2(
         self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None
     ) -> PoolTransferResult:
-        """Return the prefixes that can be restored with the pages of all pools that they need. This is the
-        store's rule for layer groups, applied to pages instead of tokens."""
+        """Return the prefixes for which the daemon has the needed pages of all pools. The store's rule for
+        layer groups decides which pages a prefix needs."""
         pages = _leading(self._held(_KV, keys, extra_info)) if _KV in self._pools else len(keys)
         restorable = list(range(1, pages + 1))
         groups = [(GroupRule.all(), [range(pages)])]
@@ -238,7 +238,7 @@ class TierStoreHiCache(HiCacheStorage):
                 break
             name = str(transfer.name)
             if str(getattr(transfer.hit_policy, "value", "")) == "block_groups":
-                continue  # a second form of KV pages, which never shortens a hit
+                continue  # a second copy of the KV pages, which does not shorten the hit
             rule = _rule(transfer)
             if rule is None:
                 self.errors.warn("hit_policy", f"pools with {transfer.hit_policy} are not stored")
@@ -256,8 +256,8 @@ class TierStoreHiCache(HiCacheStorage):
         return PoolTransferResult(longest, hits, restorable)
 
     def _explain(self, keys: Sequence[str], extra_info: Any, pages: int, lacking: str = "") -> None:
-        """Report why pages of a query behind the first ``pages`` are missed. The daemon is asked on another
-        thread. ``lacking``: the pool without which more pages could be restored."""
+        """Report why a lookup missed pages after the first ``pages``, on a background thread. ``lacking``
+        names the pool whose missing pages limit the hit, "" if it is the KV pool."""
         misses = self._misses
         if misses is None or pages == len(keys):
             return
@@ -277,8 +277,8 @@ class TierStoreHiCache(HiCacheStorage):
         misses.explain(keys[-1][:8], len(prompt), reused, ask)
 
     def _held(self, name: str, keys: Sequence[str], extra_info: Any = None) -> list[bool]:
-        """Return which of these pages the daemon has. They are leased until they are read or the lease ends,
-        and pages on disk are being read into memory."""
+        """Return for each of ``keys`` whether the daemon has the page. Found pages are leased, and pages on
+        disk are read into memory in the background."""
         held = [True] * len(keys)
         for place in self._places(name):
             query = self._find(place, keys, extra_info)
@@ -289,13 +289,13 @@ class TierStoreHiCache(HiCacheStorage):
         return held
 
     def _find(self, place: _BufferPlace, keys: Sequence[str], extra_info: Any) -> Query | None:
-        """Look up pages. Return None if there are none, or while the daemon does not answer."""
+        """Look up pages. Return None if no page is found, or if the breaker allows no request."""
         with self._lock:
             if not keys or not self._breaker.allows(time.monotonic()):
                 return None
         asked = place.prompt(keys, extra_info)
         if asked is None:
-            self._say_unknown()
+            self._warn_unknown()
             return None
         prompt, before = asked
         hit = place.store.lookup(prompt)
@@ -318,25 +318,25 @@ class TierStoreHiCache(HiCacheStorage):
 
     @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_get_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Read pages into the KV pool. Return which of them arrived."""
+        """Read pages into the KV pool. Return for each page whether it was read."""
         return self._load(_KV, keys, host_indices, extra_info)
 
     @guarded(lambda self, keys, host_indices, extra_info=None: [False] * len(keys))
     def batch_set_v1(self, keys: list[str], host_indices: Any, extra_info: Any = None) -> list[bool]:
-        """Save pages of the KV pool. Return which of them are stored."""
+        """Save pages of the KV pool. Return for each page whether it is stored."""
         return self._save(_KV, keys, host_indices, extra_info)
 
-    @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
+    @guarded(lambda self, transfers, extra_info=None: _none_done(transfers))
     def batch_get_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Read like :meth:`batch_get_v1`, for several pools."""
+        """Read pages of several pools, as :meth:`batch_get_v1` does for the KV pool."""
         return {
             each.name: self._load(str(each.name), each.keys or [], each.host_indices, extra_info)
             for each in transfers
         }
 
-    @guarded(lambda self, transfers, extra_info=None: _nothing(transfers))
+    @guarded(lambda self, transfers, extra_info=None: _none_done(transfers))
     def batch_set_v2(self, transfers: Any, extra_info: Any = None) -> dict[str, list[bool]]:
-        """Save like :meth:`batch_set_v1`, for several pools."""
+        """Save pages of several pools, as :meth:`batch_set_v1` does for the KV pool."""
         return {
             each.name: self._save(str(each.name), each.keys or [], each.host_indices, extra_info)
             for each in transfers
@@ -352,15 +352,15 @@ class TierStoreHiCache(HiCacheStorage):
                 loaded = self._load_held(place, *known, keys, indices)
             if not loaded and (query := self._find(place, keys, extra_info)) is not None:
                 loaded = self._load_held(place, query, 0, keys, indices)
-            self._stats.loaded(len(loaded), place.pages.page_bytes, time.monotonic() - began)
+            self._stats.record(len(loaded), place.pages.page_bytes, time.monotonic() - began, load=True)
             came = [both and at in loaded for at, both in enumerate(came)]
         return came
 
     def _load_held(
         self, place: _BufferPlace, query: Query, first: int, keys: Sequence[str], indices: Any
     ) -> set[int]:
-        """Load the pages ``keys``, which are pages ``first …`` of the query, as far as it holds them. Return
-        the indices of those that arrived."""
+        """Load the pages ``keys`` that the hit of ``query`` has. ``keys[0]`` is page ``first`` of the query.
+        Return the indices in ``keys`` of the loaded pages."""
         held = query.positions
         wanted = query.held(first, len(keys))
         if not wanted:
@@ -377,7 +377,7 @@ class TierStoreHiCache(HiCacheStorage):
         )
         pages = load.wait().tokens // place.pages.chunk_tokens
         if wanted.stop == len(held):
-            self._queries.drop(query)  # SGLang reads in order, and once
+            self._queries.drop(query)  # SGLang reads pages in order and only once
         return set() if target.failed else {places[at] for at in wanted if at < pages}
 
     def _save(self, name: str, keys: Sequence[str], indices: Any, extra_info: Any) -> list[bool]:
@@ -388,8 +388,8 @@ class TierStoreHiCache(HiCacheStorage):
         if not self._weights.may_save():
             self.errors.warn(
                 "weights",
-                "pages from before an update of the weights are not stored; if this continues, the engine "
-                "has not flushed its cache since the update (POST /flush_cache)",
+                "pages computed before a weights update are not stored; if this continues, the engine "
+                "did not flush its cache after the update (POST /flush_cache)",
             )
             return nothing
         ends = time.monotonic() + self._settings.save_s
@@ -399,26 +399,26 @@ class TierStoreHiCache(HiCacheStorage):
     def _save_pages(
         self, place: _BufferPlace, keys: Sequence[str], indices: Any, extra_info: Any, ends: float
     ) -> int:
-        """Save the pages ``keys`` until the time ``ends``. Return how many of the first are stored."""
+        """Save the pages ``keys``, at most until ``ends``. Return how many leading pages are stored."""
         began = time.monotonic()
         asked = place.prompt(keys, extra_info)
         if asked is None:
-            self._say_unknown()
+            self._warn_unknown()
             return 0
         prompt, first = asked
         source = PagePlaces(place.pages, indices, len(keys), self.errors.caught)
         transfer = place.store.save_from(prompt, source, len(keys), first=first)
         with contextlib.suppress(TimeoutError):
             transfer.wait(max(ends - began, 0.0))
-        transfer.cancel()  # ends the rest: SGLang will overwrite these slots
+        transfer.cancel()  # SGLang may overwrite the pages after this method returns
         pages = transfer.wait() // place.pages.chunk_tokens
-        self._stats.saved(pages, place.pages.page_bytes, time.monotonic() - began)
+        self._stats.record(pages, place.pages.page_bytes, time.monotonic() - began, load=False)
         return pages
 
-    def _say_unknown(self) -> None:
+    def _warn_unknown(self) -> None:
         self.errors.warn(
             "tokens",
-            "pages without known tokens are not shared: those of requests with a cache_salt, or all if "
+            "pages with unknown tokens are not shared: pages of requests with a cache_salt, or all pages if "
             '"hicache_storage_pass_prefix_keys": true is not in hicache-storage-backend-extra-config',
         )
 
@@ -426,28 +426,24 @@ class TierStoreHiCache(HiCacheStorage):
 
     @guarded(lambda self, key, target_location=None, target_sizes=None: None)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> None:
-        """Warn about ``interface_v1``: this method is not supported. Pages go directly to and from the host
-        pool."""
-        self._say_v1()
+        """Warn that ``interface_v1`` is missing: SGLang calls this unsupported method only without it."""
+        self._warn_v1()
 
     @guarded(lambda self, keys, target_locations=None, target_sizes=None: [])
     def batch_get(self, keys: list[str], target_locations: Any = None, target_sizes: Any = None) -> list[Any]:
-        """Warn about ``interface_v1``; see :meth:`get`."""
-        self._say_v1()
+        self._warn_v1()
         return [None] * len(keys)
 
     @guarded(lambda self, key, value=None, target_location=None, target_sizes=None: False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
-        """Warn about ``interface_v1``; see :meth:`get`."""
-        self._say_v1()
+        self._warn_v1()
         return False
 
     @guarded(lambda self, keys, values=None, target_locations=None, target_sizes=None: False)
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
-        """Warn about ``interface_v1``; see :meth:`get`."""
-        self._say_v1()
+        self._warn_v1()
         return False
 
     @guarded(lambda self, key: False)
@@ -455,21 +451,21 @@ class TierStoreHiCache(HiCacheStorage):
         """Return whether the daemon has a page of the KV pool."""
         return self._held(_KV, [key]) == [True]
 
-    def _say_v1(self) -> None:
+    def _warn_v1(self) -> None:
         self.errors.warn(
             "interface_v1", 'no page is stored: set "interface_v1": 1 in hicache-storage-backend-extra-config'
         )
 
     @guarded(lambda self: None)
     def clear(self) -> None:
-        """Make earlier pages unfindable, because the weights may have changed. The daemon's policy frees the
-        pages."""
+        """Make earlier pages unfindable, because the weights may have changed. The daemon's eviction policy
+        frees them later."""
         self._weights.begin_epoch()
         self._queries.clear()
 
     @guarded(lambda self: None)
     def get_stats(self) -> Any:
-        """Return the transfers since the last call, for SGLang's metrics."""
+        """Return statistics of the transfers since the last call, as SGLang's ``StorageMetrics``."""
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         return self._stats.take(StorageMetrics())
@@ -489,36 +485,32 @@ class TierStoreHiCache(HiCacheStorage):
 
 @dataclass(frozen=True, slots=True)
 class _BufferPlace:
-    """The place of a pool's pages: their store and identity."""
+    """The pages of a pool, with their store and current identity."""
 
     pages: PoolPages
     store: Store
     identity: Identity
 
     def prompt(self, keys: Sequence[str], extra_info: Any) -> tuple[Prompt, int] | None:
-        """Return a prompt that finds the pages ``keys``, and the place of the first in it; None if it cannot
-        be made. SGLang may pass the keys before them (``hicache_storage_pass_prefix_keys``)."""
+        """Return a prompt that finds the pages ``keys``, and the index of the first of them in the prompt, or
+        None if the pages' tokens are unknown."""
         before = len(extra_info.prefix_keys or ()) if extra_info is not None else 0
         return self.pages.prompt(self.identity, keys, before)
 
 
 class _Transfers:
-    """Pages and rates (GB/s) of batches, in the form of SGLang's metrics."""
+    """The number of pages and the rate (GB/s) of each read and write, for SGLang's metrics."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loads: list[tuple[int, float]] = []
         self._saves: list[tuple[int, float]] = []
 
-    def loaded(self, pages: int, page_bytes: int, seconds: float) -> None:
-        self._note(self._loads, pages, page_bytes, seconds)
-
-    def saved(self, pages: int, page_bytes: int, seconds: float) -> None:
-        self._note(self._saves, pages, page_bytes, seconds)
-
-    def _note(self, batches: list[tuple[int, float]], pages: int, page_bytes: int, seconds: float) -> None:
+    def record(self, pages: int, page_bytes: int, seconds: float, *, load: bool) -> None:
+        """Record a read into the host pool (``load``) or a write of ``pages`` pages."""
         with self._lock:
-            if len(batches) < 10_000:  # the list would grow if SGLang never took it
+            batches = self._loads if load else self._saves
+            if len(batches) < 10_000:  # bounds the list if SGLang never calls take()
                 batches.append((pages, pages * page_bytes / max(seconds, 1e-9) / 1e9))
 
     def take(self, metrics: Any) -> Any:
@@ -533,31 +525,31 @@ class _Transfers:
 
 
 def _arguments() -> dict[str, Any]:
-    """Return SGLang's arguments after it has filled in defaults."""
+    """Return SGLang's server arguments, with defaults filled in."""
     known = runtime_context.get_server_args()
-    # from 0.5.22 on; earlier versions change the object itself
+    # SGLang has ``resolved_dict`` from 0.5.22 on. Earlier versions fill defaults into the object itself.
     resolved = getattr(known, "resolved_dict", None)
     return dict(resolved() if resolved is not None else vars(known))
 
 
-def _forget_what_did_not_come() -> None:
-    """Have SGLang save pages again that a query found and a read missed.
+def _save_missed_pages_again() -> None:
+    """Patch SGLang so that it saves pages again that a lookup found but a read missed.
 
-    With only a staging area, SGLang remembers which pages are stored and does not save them again. For a
-    model with one pool it keeps remembering pages that a read missed because they were evicted or damaged
-    after the query. Every rank does this at the same step, with the number of pages that all of them have.
+    In the mode ``buffer_only``, SGLang remembers which pages are stored and does not save them again. For a
+    model with one pool, SGLang also remembers pages that a read missed, because they were evicted or damaged
+    after the lookup. The patch runs on every rank at the same step, with the same number of pages.
     """
     from sglang.srt.mem_cache.buffer_mode.pipeline import BufferModePipeline
 
     stage = BufferModePipeline.stage_completed_prefetch
     if hasattr(stage, "__wrapped__"):
-        return  # done before in this process
+        return  # this process has patched SGLang already
 
     @functools.wraps(stage)
     def staging(self: Any, request: Any, num_tokens: int, hash_value: list[str]) -> Any:
         cache = self._cache
         came = num_tokens // cache.page_size
-        late = cache.ongoing_prefetch[request].operation.deadline_expired  # then they may still be there
+        late = cache.ongoing_prefetch[request].operation.deadline_expired  # pages may still be stored
         result = stage(self, request, num_tokens, hash_value)
         if came < len(hash_value) and not late:
             cache.storage_existence_cache.pool(_KV).invalidate_beyond(hash_value, came)
@@ -568,15 +560,15 @@ def _forget_what_did_not_come() -> None:
 
 def _watch_adapters(*, server: str) -> None:
     """Identify adapters by their files. ``server`` identifies this server."""
-    from tierstore_connectors.sglang.adapters import ADAPTERS  # imports SGLang's LoRA, which is large
+    from tierstore_connectors.sglang.adapters import ADAPTERS  # this import loads SGLang's large LoRA modules
 
-    # If this storage is attached to a running server, adapters' files may have changed since they were
-    # loaded.
+    # If this storage is attached to a running server, the files of an adapter may have changed since the
+    # server loaded it.
     ADAPTERS.watch((runtime_context.get_lora().lora_paths or ()) if _at_start() else (), server=server)
 
 
 def _at_start() -> bool:
-    """Return whether this storage was given at the server's start, and not attached to a running one."""
+    """Return whether this storage was given at the server's start, not attached to a running server."""
     return runtime_context.get_server_args().hicache_storage_backend is not None
 
 
@@ -585,13 +577,13 @@ def _weight_version() -> str:
 
 
 def _leading(held: Sequence[bool]) -> int:
-    """Return how many pages come before the first missing one."""
+    """Return the number of pages before the first missing page."""
     return next((at for at, here in enumerate(held) if not here), len(held))
 
 
 def _rule(transfer: Any) -> GroupRule | None:
-    """Return the rule of a pool, in pages; None for an unknown policy. SGLang gives a window's length as the
-    number of pages to read; for states this is one."""
+    """Return a pool's rule, in units of pages, or None for an unknown policy. The length of a window is the
+    number of pages that SGLang reads: one for recurrent states."""
     if transfer.hit_policy == PoolHitPolicy.ALL_PAGES:
         return GroupRule.all()
     if transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES:
@@ -599,5 +591,5 @@ def _rule(transfer: Any) -> GroupRule | None:
     return None
 
 
-def _nothing(transfers: Any) -> dict[str, list[bool]]:
+def _none_done(transfers: Any) -> dict[str, list[bool]]:
     return {each.name: [False] * len(each.keys or ()) for each in transfers}

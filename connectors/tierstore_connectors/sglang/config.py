@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tierstore.daemon.settings import default_listen
-from tierstore.errors import UsageError
 from tierstore_connectors.common.options import checked_options
 
 PREFIX_KEYS = "hicache_storage_pass_prefix_keys"
 
-# SGLang's own keys, which it also passes to a backend.
+# Keys in the same JSON object that are SGLang's own settings.
 _OF_SGLANG = frozenset(
     {"backend_name", "module_path", "class_name", "interface_v1", "allocator", "tp_lcm_size"}
     | {"prefetch_threshold", "prefetch_timeout_base", "prefetch_timeout_per_ki_token"}
@@ -20,23 +19,20 @@ _OF_SGLANG = frozenset(
 )
 
 
-WHOLE, SAMPLE = "whole", "sample"
-
-
 @dataclass(frozen=True, slots=True)
 class SglangSettings:
     """The settings of an engine's storage backend.
 
     - ``store``: the daemon's address. ``keys``, ``server_key``: key files for ``tcp://``.
-    - ``namespace``: separates engines that nothing else separates, and names the version of weights that have
-      neither local files nor a commit.
-    - ``lookup_s``, ``load_s``, ``save_s``: the longest duration of a query, a read and a write. A read or
-      write then ends with the pages that arrived by then.
+    - ``namespace``: engines with different namespaces share no pages. The namespace also identifies the
+      version of weights without local files and without a commit.
+    - ``lookup_s``, ``load_s``, ``save_s``: the most seconds that a lookup, a read and a write may take. After
+      this time a read or write ends with the pages copied so far.
     - ``threads``: copying threads.
-    - ``hash_weights``: ``whole`` hashes all bytes of the model's large files, ``sample`` only a sample.
-    - ``share_engines``: keep pages in the form that all engines share
+    - ``hash_weights``: ``whole`` hashes the model's files completely, ``sample`` only samples of large files.
+    - ``share_engines``: keep pages in the layout that all engines share
       (:mod:`tierstore_connectors.sglang.sharing`).
-    - ``explain``: count missed tokens by reason, and log the reasons of each query.
+    - ``explain``: count missed tokens by reason, and log the reasons of each lookup.
     """
 
     store: str = field(default_factory=default_listen)
@@ -47,17 +43,13 @@ class SglangSettings:
     load_s: float = 10.0
     save_s: float = 10.0
     threads: int = 2
-    hash_weights: str = WHOLE
+    hash_weights: str = "whole"
     explain: bool = False
     share_engines: bool = False
 
-    def __post_init__(self) -> None:
-        if self.hash_weights not in (WHOLE, SAMPLE):
-            raise UsageError(f"hash_weights must be {WHOLE!r} or {SAMPLE!r}, got {self.hash_weights!r}")
-
     @classmethod
     def parse(cls, extra: Mapping[str, Any] | None) -> SglangSettings:
-        """Check the options and return the settings. Raises :class:`~tierstore.errors.UsageError` for an
-        unknown key or an invalid value."""
+        """Return the settings in ``extra``. Raise :class:`~tierstore.errors.UsageError` for an unknown key or
+        an invalid value."""
         ours = {name: value for name, value in (extra or {}).items() if name not in _OF_SGLANG}
         return cls(**checked_options("hicache-storage-backend-extra-config", cls, ours))

@@ -1,16 +1,16 @@
 """The identity of SGLang's pages, and the key of each page.
 
-**Keys.** SGLang names a page by SHA-256 over all tokens up to its end, and over the salt and the adapter of
-the request (:mod:`tierstore_connectors.sglang.adapters`). The first 16 bytes find the page. The whole hash is
-stored in place of tokens, so all of it is compared.
+**Keys.** SGLang names a page by a SHA-256 hash over all tokens up to the page's end, the salt and the adapter
+of the request (:mod:`tierstore_connectors.sglang.adapters`). The first 16 bytes of the hash are the page's
+key. The whole hash is stored in place of tokens and compared.
 
 **The identity** covers everything else: SGLang's version, every argument of the server, all bytes of the
 model's files, the pool's layout in memory, this rank's part of the model, and the *epoch*. SGLang does not
-report that an engine's weights are replaced, but an update may name a version, and ``clear`` always begins a
-new epoch.
+report an update of the weights to a storage. But the update may set a new weight version, and ``clear``
+always starts a new epoch.
 
-Every argument counts unless :data:`HARMLESS` lists it, including arguments that a later SGLang adds. An
-argument that names a file or a folder counts by its contents, not by its path.
+Every argument is part of the identity unless :data:`HARMLESS` lists it, including arguments that a later
+SGLang adds. If an argument is the path of a file or folder, its contents count instead of the path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("sglang.tierstore")
 
 
 HARMLESS: frozenset[str] = frozenset().union(
-    # Where the process runs and listens, who may use it, and how it is observed.
+    # Processes and addresses, access rights, logs and metrics.
     words("""
         base_gpu_id gpu_id_step watchdog_timeout soft_watchdog_timeout sleep_on_idle use_ray numa_node
         gc_threshold custom_sigquit_handler nccl_port dist_timeout dist_init_addr gated_launch_port nnodes
@@ -54,7 +54,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         enable_cudagraph_gc expert_distribution_recorder_mode expert_distribution_recorder_buffer_size
         expert_balancedness_report_mode elastic_ep_scale_timeout
     """),
-    # How requests are scheduled, and how much room there is for them.
+    # Scheduling of requests, and sizes of memory.
     words("""
         mem_fraction_static max_running_requests max_queued_requests max_total_tokens chunked_prefill_size
         prefill_decode_interval prefill_decode_interval_min_bs enable_dynamic_chunking max_prefill_tokens
@@ -80,7 +80,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         decoupled_spec_bind_endpoint decoupled_spec_connect_endpoints decoupled_spec_rank
         encoder_bootstrap_port encoder_register_urls enable_adaptive_dispatch_to_encoder mooncake_ib_device
     """),
-    # Caches: the layout of a host pool is in the identity of its pages, and so is the namespace.
+    # Caches. The identity counts the layout of a host pool and the namespace separately.
     words("""
         radix_eviction_policy radix_eviction_policy_config disable_radix_cache enable_session_radix_cache
         radix_cache_backend enable_hierarchical_cache hicache_host_memory_mode hicache_ratio hicache_size
@@ -91,7 +91,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         unified_cache_external_linker_config enable_prefix_mm_cache enable_mm_global_cache
         mm_global_cache_backend mm_preprocess_cache_size_mb
     """),
-    # From text to tokens and from logits to text: pages are named by tokens.
+    # Conversions from text to tokens and from logits to text, because pages are found by tokens.
     words("""
         enable_response_store tokenizer_path tokenizer_mode tokenizer_backend tokenizer_worker_num
         detokenizer_worker_num skip_tokenizer_init chat_template trust_request_chat_template
@@ -113,7 +113,7 @@ HARMLESS: frozenset[str] = frozenset().union(
         mm_io_worker_num allowed_media_domains media_url_max_file_size_mb limit_mm_data_per_request
         mm_feature_transport enable_broadcast_mm_inputs_process
     """),
-    # How the weights' bytes arrive, and files written beside them. The bytes themselves count.
+    # Loading of weights. The identity counts the bytes of the weights separately.
     words("""
         download_dir weight_loader_disable_mmap weight_loader_prefetch_checkpoints
         weight_loader_prefetch_num_threads weight_loader_drop_cache_after_load
@@ -121,32 +121,32 @@ HARMLESS: frozenset[str] = frozenset().union(
         modelopt_checkpoint_save_path modelopt_export_path delete_ckpt_after_loading weight_cache_socket
         weight_cache_timeout
     """),
-    # Adapters are part of the pages' names, by their contents.
+    # Adapters. The names of pages contain digests of the adapters' files.
     words("""
         lora_paths enable_lora_overlap_loading max_loaded_loras max_loras_per_batch lora_eviction_policy
         lora_drain_wait_threshold
     """),
 )
-"""The fields of SGLang's ``ServerArgs`` that are known not to change a page's contents for given tokens."""
+"""The fields of SGLang's ``ServerArgs`` that are known not to change the KV of a token sequence."""
 
-# These identify the weights, which count by their bytes (or by a commit or a namespace if their files are not
-# local). Updates of the weights are watched. The seed fills the weights of dummy models.
+# The identity counts the weights separately, by the bytes of their files, a commit or the namespace, and by
+# their version. The seed counts for dummy weights only, which are made from it.
 _ELSEWHERE = frozenset({"model_path", "revision", "weight_version", "random_seed"})
 
 
 def page_hash(key: str) -> bytes:
-    """Return 32 bytes for a page's name: SGLang's hash, or the hash of another kind of name."""
+    """Return 32 bytes for a page's name: the decoded SHA-256 hash of SGLang, or the hash of another name."""
     if len(key) == 2 * NAME_BYTES:
         try:
             return bytes.fromhex(key)
         except ValueError:
-            pass  # another kind of name
+            pass  # the name is not a hexadecimal hash
     return hashlib.sha256(key.encode()).digest()
 
 
 def pages_named(identity: Identity, keys: Sequence[str], chunk_tokens: int, before: int = 0) -> Prompt:
-    """Return a prompt that finds each of the pages ``keys`` by its name. ``before``: the number of pages
-    before them, if SGLang gives it."""
+    """Return a prompt that finds each of the pages ``keys`` by name. ``before`` is the number of the prompt's
+    pages before them, if SGLang reports it."""
     names = [page_hash(key) for key in keys]
     return Prompt.named_pages(identity, names, chunk_tokens=chunk_tokens, pages_before=before)
 
@@ -164,10 +164,8 @@ def counting(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def model_digest(version: str, arguments: Mapping[str, Any], namespace: str, *, sampled: bool = False) -> str:
-    """Return a digest of the model's computation: SGLang's version and all counted arguments.
-
-    Raises :class:`UsageError` if an argument names a file that cannot be read.
-    """
+    """Return a digest of the model's computation: SGLang's version and all counted arguments. Raise
+    :class:`UsageError` if an argument is the path of a file that cannot be read."""
     values = {
         name: with_contents(value, sampled=sampled, log=_log) for name, value in counting(arguments).items()
     }
@@ -175,8 +173,8 @@ def model_digest(version: str, arguments: Mapping[str, Any], namespace: str, *, 
 
 
 def weights_revision(arguments: Mapping[str, Any], namespace: str, *, sampled: bool = False) -> str:
-    """Identify the weights: by all bytes of the model's files, by the hub's commit, or by the ``namespace``.
-    Raises :class:`UsageError` without any of these."""
+    """Return an identification of the weights: a digest of the model's files, or the path and the hub's
+    commit. Raise :class:`UsageError` without files, commit and ``namespace``."""
     require_known_weights(arguments, namespace)
     place, revision = str(arguments.get("model_path", "")), str(arguments.get("revision") or "")
     folder = Path(place)
@@ -187,7 +185,8 @@ def weights_revision(arguments: Mapping[str, Any], namespace: str, *, sampled: b
 
 
 def require_known_weights(arguments: Mapping[str, Any], namespace: str = "") -> None:
-    """Raise :class:`UsageError` if :func:`weights_revision` cannot identify the weights. Reads no file."""
+    """Raise :class:`UsageError` if :func:`weights_revision` cannot identify the weights. Read no weight
+    file."""
     place, revision = str(arguments.get("model_path", "")), str(arguments.get("revision") or "")
     if not (COMMIT.fullmatch(revision) or namespace or has_weights(Path(place))):
         raise UsageError(

@@ -1,8 +1,10 @@
-"""SGLang's plug-in: ``TIERSTORE=auto python -m sglang.launch_server …`` is an engine with the storage.
+"""The plug-in for SGLang: with ``TIERSTORE=auto python -m sglang.launch_server …`` an engine uses the
+storage.
 
 SGLang calls the plug-in in each of its processes (``tierstore_start.sglang_plugin``). Servers and ``Engine``
-resolve their arguments once, in the parent of all other processes. So the arguments are set before that, and
-the other processes receive them. Arguments that choose another cache, or that exclude this one, stay.
+resolve their arguments once, in the first process, and send them to all other processes. So the plug-in sets
+the arguments before they are resolved, unless the user has chosen another cache or an option that excludes
+the storage.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ from tierstore_connectors.sglang.identity import require_known_weights
 
 _PAGE_TOKENS = 64
 
-# SGLang refuses these together with a storage, or they are a cache of their own. A version may lack some.
+# Arguments that choose another cache, or that SGLang refuses together with a storage. Some versions lack
+# some.
 _OTHERS = (
     "enable_hierarchical_cache",
     "hicache_storage_backend",
@@ -33,18 +36,18 @@ _OTHERS = (
     "dllm_algorithm",
     "encoder_only",
 )
-_UNTESTED = {"dcp_size": 1, "disaggregation_mode": "null"}  # with the only tested value
+_UNTESTED = {"dcp_size": 1, "disaggregation_mode": "null"}  # the only tested values
 
 
 def install() -> None:
-    """Have SGLang call :func:`use_store` before it resolves its arguments."""
+    """Make SGLang call :func:`use_store` before it resolves its arguments."""
     HookRegistry.register("sglang.srt.server_args.ServerArgs.resolve_once", use_store, HookType.BEFORE)
 
 
 def use_store(arguments: Any) -> None:
-    """Set the arguments of a hierarchical cache over the store, unless the user has chosen otherwise or there
-    is no store. Say which in one line."""
-    if vars(arguments).get("_resolution_finished"):  # another process, or a second call
+    """Set the arguments for a hierarchical cache with the store, unless the user has chosen another cache or
+    no store can be used. Write one line about the result."""
+    if vars(arguments).get("_resolution_finished"):  # the first process has resolved the arguments already
         return
     values = msgspec.structs.asdict(arguments)
     chosen = [name for name in _OTHERS if values.get(name)]
@@ -71,10 +74,10 @@ def use_store(arguments: Any) -> None:
         settings["page_size"] = _PAGE_TOKENS
     for name, value in settings.items():
         setattr(arguments, name, value)
-    told = " ".join(f"{name}={value}" for name, value in settings.items())
-    _say(f"{VARIABLE} sets {told}. The daemon: {store.state}")
+    changes = " ".join(f"{name}={value}" for name, value in settings.items())
+    _say(f"{VARIABLE} sets {changes}. The daemon: {store.state}")
 
 
 def _say(line: str) -> None:
-    """Write a line to stderr: SGLang configures its logs after it has resolved its arguments."""
+    """Write a line to stderr, because SGLang configures its logs only after resolving its arguments."""
     sys.stderr.write(f"tierstore: {line}\n")

@@ -1,8 +1,8 @@
 """Copies between SGLang's host pools and pages.
 
-A page is one page of one host pool: its runs (K and V, or one per layer, as in the pool's layout),
-concatenated and opaque. Pages are found by their own names, without the pages before them. SGLang asks for
-the end of a prompt only if it has the beginning. Some of its pools have no beginning at all.
+A page of the store has the runs of one page of one host pool, concatenated: K and V, or one run per layer, as
+in the pool's layout. A page is found by its name, without the pages before it. SGLang reads later pages of a
+prompt only if it has the earlier ones, and some pools have only the last pages of a prompt.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ Problem = Callable[[str, Exception], None]
 
 
 class SGLangPool(Protocol):
-    """The used part of SGLang's ``HostKVCache``. Indices are of tokens, ``page_size`` per page."""
+    """The used part of SGLang's ``HostKVCache``. ``indices`` has the slot of each token, ``page_size`` slots
+    per page."""
 
     page_size: int
     layout: str
@@ -31,10 +32,10 @@ class SGLangPool(Protocol):
 
 
 class HostPool:
-    """One of SGLang's host pools. Raises SGLang's errors for a layout whose pages have no addresses."""
+    """A host pool of SGLang. Raises SGLang's error for a layout in which pages have no addresses."""
 
     def __init__(self, name: str, pool: SGLangPool, first_page: Any) -> None:
-        """Read the layout of a page from ``first_page``, the indices of any page."""
+        """``first_page`` has the indices of a page, from which the layout of all pages is read."""
         self.name = name
         self.pool = pool
         sizes = [int(size) for size in pool.get_page_buffer_meta(first_page)[1]]
@@ -47,8 +48,8 @@ class HostPool:
         )
 
     def runs(self, indices: Any, pages: int) -> list[list[int]]:
-        """Return the addresses of the runs of each of ``pages`` pages. Raises :class:`ValueError` for indices
-        of another number of pages: a wrong number must not become a wrong address."""
+        """Return the addresses of the runs of each of ``pages`` pages. Raise :class:`ValueError` if
+        ``indices`` has another number of pages."""
         addresses, sizes = self.pool.get_page_buffer_meta(indices)
         each = len(self.sizes)
         if len(addresses) != pages * each or tuple(sizes) != self.sizes * pages:
@@ -56,28 +57,30 @@ class HostPool:
         return [addresses[at : at + each] for at in range(0, pages * each, each)]
 
     def gather(self, places: Sequence[tuple[int, list[int]]]) -> Sequence[int | None]:
-        """Copy the runs of pages to these addresses, and return the checksums."""
+        """Copy the runs of each page to its address, and return the pages' checksums. ``places`` has pairs
+        (address, runs)."""
         return copying.gather_and_hash(places, self.sizes)
 
     def scatter(self, places: Sequence[tuple[int, list[int]]]) -> None:
-        """Copy pages from these addresses to their runs."""
+        """Copy each page from its address to its runs. ``places`` has pairs (address, runs)."""
         copying.scatter(places, self.sizes)
 
     def prompt(self, identity: Identity, keys: Sequence[str], before: int) -> tuple[Prompt, int]:
-        """Return a prompt that finds the pages ``keys``, and the place of the first in it. ``before``: the
-        number of pages before them, if SGLang gives it."""
+        """Return a prompt that finds the pages ``keys``, and 0, the index of the first of them in the prompt.
+        ``before`` is the number of pages before them, if SGLang reports it."""
         return pages_named(identity, keys, self.chunk_tokens, before), 0
 
     def identity(self, *, model: str, revision: str, shard: str) -> Identity:
-        """Return the identity of its pages."""
+        """Return the identity of the pool's pages."""
         spec = KVSpec.opaque(self.page_bytes, chunk_tokens=self.chunk_tokens, hashed=True)
         codec = f"sglang-{self.name}-{self.layout}"
         return Identity.of(spec, model=model, revision=revision, codec=codec, shard=shard)
 
 
 class PoolPages(Protocol):
-    """Pages of one host pool: in SGLang's form (:class:`HostPool`), or of one layer group in the form of all
-    engines (:class:`~tierstore_connectors.sglang.sharing.SharedPages`)."""
+    """Copies between one host pool and pages: pages in SGLang's layout (:class:`HostPool`), or pages of one
+    layer group in the layout that all engines share
+    (:class:`~tierstore_connectors.sglang.sharing.SharedPages`)."""
 
     @property
     def name(self) -> str: ...
@@ -89,26 +92,29 @@ class PoolPages(Protocol):
     def chunk_tokens(self) -> int: ...
 
     def runs(self, indices: Any, pages: int) -> Sequence[Any]:
-        """Return the place of each of ``pages`` pages at ``indices``. Raises :class:`ValueError` for indices
-        of another number of pages."""
+        """Return the location in the pool of each of ``pages`` pages at ``indices``. Raise
+        :class:`ValueError` if ``indices`` has another number of pages."""
 
     def gather(self, places: Sequence[tuple[int, Any]]) -> Sequence[int | None]:
-        """Copy the places of :meth:`runs` to these addresses, and return the checksums."""
+        """Copy pages from the pool and return their checksums. ``places`` has pairs (address, location), with
+        locations from :meth:`runs`."""
 
     def scatter(self, places: Sequence[tuple[int, Any]]) -> None:
-        """Copy pages from these addresses to their places."""
+        """Copy pages to the pool. ``places`` has pairs (address, location), with locations from
+        :meth:`runs`."""
 
     def prompt(self, identity: Identity, keys: Sequence[str], before: int) -> tuple[Prompt, int] | None:
-        """Return a prompt that finds the pages ``keys``, and the place of the first in it; None if it cannot
-        be made. ``before``: the number of pages before them, if SGLang gives it."""
+        """Return a prompt that finds the pages ``keys``, and the index of the first of them in the prompt.
+        Return None if the pages' tokens are needed but unknown. ``before`` is the number of pages before
+        them, if SGLang reports it."""
 
 
 class PagePlaces:
     """The source or target of a save or load: ``pages`` pages of a host pool at ``indices``.
 
-    Page ``at`` of the save or load is the pool's page ``places[at]``, or ``at`` if ``places`` is None. SGLang
-    is asked for addresses when the first page is copied: this takes a millisecond for a hundred pages of many
-    runs, and a save of pages that are already stored needs none.
+    Page ``at`` of the save or load is page ``places[at]`` of ``indices``, or page ``at`` if ``places`` is
+    None. The addresses are computed when the first page is copied, because SGLang needs a millisecond for a
+    hundred pages with many runs, and a save of stored pages needs no addresses.
     """
 
     def __init__(

@@ -1,18 +1,18 @@
 """Pages that SGLang shares with other engines (``share_engines``): their tokens, and the copies.
 
-**Tokens.** SGLang names a page by SHA-256 over its tokens and the name of the page before it. It passes names
-to a storage, without tokens. But the tokens are in each of SGLang's storage operations, in the same process
-(``StorageOperation`` in managers/cache_controller.py). :class:`PageTokens` computes the same names from them,
-and so knows which tokens a name stands for. Then the pages get the keys of all other engines. A name whose
-tokens are not known is a miss. The names of requests with a ``cache_salt`` or an adapter begin with another
-hash, so they are never known.
+**Tokens.** SGLang names a page by a SHA-256 hash over the page's tokens and the name of the page before it.
+SGLang passes only names to a storage, but the tokens are in SGLang's storage operations in the same process
+(``StorageOperation`` in managers/cache_controller.py). :class:`PageTokens` computes the names of these
+tokens, so that it can return the tokens of a name. With the tokens, pages get the same keys as those of other
+engines. A name with unknown tokens is a miss. The names of requests with a ``cache_salt`` or an adapter start
+with another hash, so their tokens are never known.
 
-SGLang's names are not trusted: each entry is kept under a SHA-256 that was computed here. A wrong operation
-can only make an entry that no request asks for.
+SGLang's names are not trusted: each entry has a SHA-256 name that was computed in this module. A wrong
+storage operation can only add an entry that no request looks up.
 
 **Copies.** A host pool has K and V of all layers of the model. SGLang keeps all tokens in window layers too,
-and may cut a loaded prefix anywhere. So a page of SGLang is saved as one page of each layer group, and is
-found only if all of them are there.
+and may shorten a loaded prefix to any length. So a page of SGLang is saved as one page of each layer group,
+and is found only if the pages of all groups are stored.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from tierstore_connectors.common.shared_pages import (
     part_of_rank,
 )
 from tierstore_connectors.common.sharing import refusal, shared_chunks, shared_identity
-from tierstore_connectors.sglang.config import PREFIX_KEYS, SAMPLE, SglangSettings
+from tierstore_connectors.sglang.config import PREFIX_KEYS, SglangSettings
 
 _MOST_PAGES = 1 << 18  # 140 MB with pages of 64 tokens
 
-# Arguments of the server that must have one of these values, or be absent. Others could change KV, or are not
-# tested.
+# Arguments of the server that must have one of these values, or be absent. Other values could change KV or
+# are untested.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "load_format": ("auto", "safetensors"),
     "model_loader_extra_config": ("{}",),
@@ -72,7 +72,7 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
     ),
 }
 
-# The dimensions of a pool's K and V, by its layout. A slot is the place of one token.
+# The dimensions of a pool's K and V, by the pool's layout. A slot holds one token.
 _DIMENSIONS = {
     "layer_first": ("layer", "slot", "head", "item"),
     "page_first": ("slot", "layer", "head", "item"),
@@ -82,8 +82,8 @@ _DIMENSIONS = {
 
 
 def require_plain(arguments: Mapping[str, Any], *, at_start: bool) -> None:
-    """Raise :class:`~tierstore.errors.UsageError` if SGLang's arguments change the model that its files
-    describe, or if the storage was attached to a running server."""
+    """Raise :class:`~tierstore.errors.UsageError` if SGLang's arguments may change the arithmetic of the
+    model in its files, or if the storage was attached to a running server."""
     changes = [
         f"--{name.replace('_', '-')}"
         for name, allowed in sorted(_ONLY.items())
@@ -99,7 +99,7 @@ def require_plain(arguments: Mapping[str, Any], *, at_start: bool) -> None:
 
 
 class PageTokens:
-    """The tokens of SGLang's pages, by SGLang's names. Thread-safe.
+    """The tokens of pages, by SGLang's names of the pages. Thread-safe.
 
     >>> known = PageTokens(page_tokens=1)
     >>> known.record(None, [1, 2])
@@ -112,15 +112,16 @@ class PageTokens:
         self._page_bytes = page_tokens * TOKEN_BYTES
         self._most = most
         self._lock = threading.Lock()
-        # For each name, the name before it (empty at the start) and the page's tokens; the latest use last.
+        # By page name: the name of the page before it (empty for the first page) and the page's tokens. The
+        # last entry is the most recently used.
         self._pages: dict[bytes, tuple[bytes, bytes]] = {}
 
     def __len__(self) -> int:
         return len(self._pages)
 
     def record(self, before: str | None, tokens: Sequence[int]) -> None:
-        """Record the pages of ``tokens``, which follow the page ``before`` (None: they begin a prompt).
-        Tokens are left out from the first one on that does not fit 32 bits."""
+        """Record the pages of ``tokens``, which follow the page named ``before`` (None: they begin a prompt).
+        Tokens from the first one that does not fit 32 bits on are left out."""
         ids = np.asarray(tokens, np.int64)
         wrong = np.flatnonzero((ids < 0) | (ids > 0xFFFFFFFF))
         encoded = ids[: wrong[0] if len(wrong) else None].astype(TOKEN_DTYPE).tobytes()
@@ -137,8 +138,7 @@ class PageTokens:
 
     def tokens_to(self, keys: Sequence[str]) -> bytes | None:
         """Return all tokens of a prompt up to the end of its consecutive pages ``keys``, as little-endian
-        uint32. Return None if one of SGLang's names ``keys`` is not known, or they do not follow one
-        another."""
+        uint32. Return None if a name in ``keys`` is unknown, or if the pages are not consecutive."""
         wanted = [_name(key) for key in keys]
         names, pages = [], []
         name = wanted[-1]
@@ -154,8 +154,8 @@ class PageTokens:
         return b"".join(reversed(pages)) if names[: len(wanted)] == wanted[::-1] else None
 
     def watch(self, errors: ErrorLog) -> None:
-        """Have SGLang's storage operations record their tokens here from now on, in this process. Raises
-        :class:`~tierstore.errors.UsageError` for an SGLang whose operations are not known."""
+        """Wrap SGLang's storage operations so that they record their tokens in this object from now on. Raise
+        :class:`~tierstore.errors.UsageError` for an SGLang version with other storage operations."""
         from sglang.srt.managers.cache_controller import StorageOperation
 
         make = inspect.unwrap(StorageOperation.__init__)
@@ -169,7 +169,7 @@ class PageTokens:
             try:
                 before = operation.last_hash or (operation.prefix_keys or [None])[-1]
                 tokens = operation.token_ids
-                raw = getattr(tokens, "raw_token_ids", None)  # a RadixKey has more than tokens
+                raw = getattr(tokens, "raw_token_ids", None)  # a RadixKey also has other data
                 self.record(before, tokens if raw is None else raw())
             except Exception as error:  # noqa: BLE001  # SGLang's operation must not fail
                 errors.caught("reading the tokens of a storage operation", error)
@@ -178,7 +178,7 @@ class PageTokens:
 
 
 def _name(key: str) -> bytes:
-    """Return the bytes of SGLang's name. A name of another form gives bytes that are never recorded."""
+    """Return SGLang's hexadecimal name as bytes. For other names, return bytes that are never recorded."""
     try:
         return bytes.fromhex(key) or b"?"
     except ValueError:
@@ -187,8 +187,8 @@ def _name(key: str) -> bytes:
 
 @dataclass(frozen=True, eq=False)
 class SharedPages:
-    """The pages of one layer group in a host pool, in the form of all engines. ``model`` is the whole model's
-    identity, ``identity`` that of the pages."""
+    """The pages of one layer group in a host pool, in the layout that all engines share. ``model`` is the
+    identity of the whole model, and ``identity`` the identity of the pages."""
 
     name: str
     pool: Any
@@ -215,8 +215,9 @@ class SharedPages:
         return self.spec.page_bytes
 
     def prompt(self, identity: Identity, keys: Sequence[str], before: int) -> tuple[Prompt, int] | None:
-        """Return a prompt that finds the pages ``keys``, and the place of the first in it. Return None if
-        their tokens are not known. ``before`` is not used, because the tokens determine it."""
+        """Return a prompt that finds the pages ``keys``, and the index of the first of them in the prompt.
+        Return None if the pages' tokens are unknown. ``before`` is not used, because the tokens determine
+        it."""
         tokens = self.tokens.tokens_to(keys)
         if tokens is None:
             return None
@@ -225,8 +226,8 @@ class SharedPages:
         return shared_chunks(self.model, identity, tokens, chunks, self.chunk_tokens, named=self.named)
 
     def runs(self, indices: Any, pages: int) -> list[int]:
-        """Return the numbers of the pool's pages at ``indices``. Raises :class:`ValueError` if they are not
-        those of ``pages`` pages of the pool: a wrong number must not become a wrong address."""
+        """Return the numbers of the pool's pages at ``indices``. Raise :class:`ValueError` unless ``indices``
+        has exactly ``pages`` pages of the pool."""
         slots = np.asarray(indices, np.int64)[:: self.chunk_tokens]
         numbers: list[int] = (slots // self.chunk_tokens).tolist()
         if len(numbers) != pages or any(not 0 <= each < self.pool.page_num for each in numbers):
@@ -234,12 +235,13 @@ class SharedPages:
         return numbers
 
     def gather(self, places: Sequence[tuple[int, int]]) -> list[int]:
-        """Copy pages of the pool to these addresses, and return the checksums."""
+        """Copy pages of the pool to their addresses, and return the checksums. ``places`` has pairs (address,
+        page number)."""
         self.converter.gather([([number], address) for address, number in places])
         return list(copying.hash_all([address for address, _ in places], self.page_bytes))
 
     def scatter(self, places: Sequence[tuple[int, int]]) -> None:
-        """Copy pages from these addresses to the pool."""
+        """Copy pages from their addresses to the pool. ``places`` has pairs (address, page number)."""
         self.converter.scatter([([number], address) for address, number in places])
 
 
@@ -253,19 +255,18 @@ def shared_pool(
     rank: int,
     ranks: int,
 ) -> tuple[SharedPages, ...]:
-    """Return the shared pages of a host pool: those of each layer group. Raises
-    :class:`~tierstore.errors.UsageError` if the pool's pages cannot be shared. Reads the weights, unless
-    their digest is remembered."""
+    """Return the shared pages of a host pool, for each layer group. Hash the weight files, unless their
+    digests are cached. Raise :class:`~tierstore.errors.UsageError` if the pool's pages cannot be shared."""
     from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
     if type(pool) is not MHATokenToKVPoolHost:
-        raise refusal(f"pages of the pool {name!r} ({type(pool).__name__}) have a form of SGLang's own")
+        raise refusal(f"pages of the pool {name!r} ({type(pool).__name__}) have an SGLang-specific layout")
     model = shared_identity(
         folder,
         dtype=str(pool.dtype).removeprefix("torch."),
         chunk_tokens=int(pool.page_size),
         namespace=settings.namespace,
-        sampled=settings.hash_weights == SAMPLE,
+        sampled=settings.hash_weights == "sample",
     )
     groups = [KVSpec.parse(each.layout).groups[0] for each in model.groups]
     layers = sorted(layer for group in groups for layer in group.layers)
@@ -289,8 +290,8 @@ def shared_pool(
 
 
 def pool_blocks(pool: Any, layers: Sequence[int]) -> EngineBlocks:
-    """Return the places of K and V in a host pool. ``layers`` are the numbers of its layers in the model.
-    Raises :class:`~tierstore.errors.UsageError` for a layout that is not known."""
+    """Return the addresses and strides of K and V in a host pool. ``layers`` are the model's layer numbers in
+    the pool's order. Raise :class:`~tierstore.errors.UsageError` for an unknown layout."""
     dimensions = _DIMENSIONS.get(str(pool.layout))
     if dimensions is None or pool.head_group_num != 1:
         known = ", ".join(_DIMENSIONS)

@@ -1,9 +1,10 @@
-"""Track changes of the weights, as far as SGLang reports them.
+"""Detect changes of the weights, as far as SGLang reports them.
 
-SGLang flushes its own caches after an update of the weights, and does not report the update to a storage
-backend. If the update names a version, the version appears in SGLang's configuration, which every call reads.
-Pages computed before the update may still wait to be saved then. SGLang's flush ends its storage threads and
-starts new ones. So threads from before the new version have pages of the old one, and may no longer save.
+SGLang flushes its own caches after an update of the weights, but does not report the update to a storage
+backend. If the update sets a version, the version appears in SGLang's configuration, which every call reads.
+At that time, pages computed before the update may still wait to be saved. SGLang's flush ends its storage
+threads and starts new ones. So threads that existed before the new version have pages of the old version, and
+may no longer save.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from pathlib import Path
 
 
 class WeightsWatch:
-    """The weights that the engine computes with: the version named by updates, and the epoch started by
-    :meth:`begin_epoch`. ``version`` reads the version from SGLang. Thread-safe."""
+    """The identification of the engine's current weights: the version set by updates, and the epoch started
+    by :meth:`begin_epoch`. ``version`` reads the version from SGLang. Thread-safe."""
 
     def __init__(self, version: Callable[[], str], epoch: Callable[[int], str]) -> None:
         self._read = version
@@ -31,24 +32,24 @@ class WeightsWatch:
         self._behind: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
     def look(self) -> str:
-        """Return the current weights' part of an identity."""
+        """Return the identification of the current weights, which is part of pages' identities."""
         version = self._read()
         with self._lock:
             if version != self._version:
                 self._version = version
-                self._behind = self._alive  # they had work of the earlier version
+                self._behind = self._alive  # these threads may have pages of the earlier version
             else:
                 self._alive = _alive()
             return f"{self._version}/{self._epoch}"
 
     def may_save(self) -> bool:
-        """Return whether this thread's pages were computed with the current weights. Call it after
+        """Return whether the calling thread has only pages of the current weights. Call it after
         :meth:`look`."""
         with self._lock:
             return threading.current_thread() not in self._behind
 
     def begin_epoch(self) -> None:
-        """Make all pages saved so far unfindable."""
+        """Start a new epoch, in which no earlier page is found."""
         with self._lock:
             self._epochs += 1
             self._epoch = self._make_epoch(self._epochs)
@@ -61,8 +62,8 @@ def _alive() -> weakref.WeakSet[threading.Thread]:
 def epoch_of(number: int, *, shared: bool, seed: object) -> str:
     """Return a unique name for an epoch.
 
-    Ranks that share pages compute the same name: it is made from the process that started them. On several
-    hosts their names differ, and they miss.
+    If ``shared``, all ranks with the same parent process compute the same name, because they share pages. On
+    several hosts the names differ, so the ranks find no pages of one another.
     """
     if not shared:
         return os.urandom(8).hex()

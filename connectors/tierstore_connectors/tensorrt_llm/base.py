@@ -1,4 +1,4 @@
-"""TensorRT-LLM's base classes, which have moved within TensorRT-LLM."""
+"""The base classes of TensorRT-LLM's connectors, which are in different modules in different versions."""
 
 from __future__ import annotations
 

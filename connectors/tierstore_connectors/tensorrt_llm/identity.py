@@ -3,15 +3,16 @@
 Two engines share pages only if all of these are equal:
 
 - all bytes of the model's folder, and every argument of the engine except those in :data:`HARMLESS`,
-- the variables ``TRTLLM_…`` and ``TLLM_…``, the versions of the packages that compute, and the GPU,
+- the environment variables ``TRTLLM_…`` and ``TLLM_…``, the versions of the packages that TensorRT-LLM
+  computes with, and the GPU's name,
 - the blocks' shape and dtype, and the rank's part of the model.
 
-**Engines are refused** if their KV is more than one pool of blocks for all tokens, or if tokens do not
-determine KV (images). They are also refused if a block's number is not its place in the pool, because blocks
-are offloaded to host memory. The text models with full attention in :data:`ARCHITECTURES` have none of this.
+**An engine is refused** if its KV is not in one pool of blocks for all tokens, or if KV depends on more than
+tokens (images). An engine that may offload blocks to host memory is refused too, because a block's number is
+then not its index in the pool. The text models with full attention in :data:`ARCHITECTURES` are supported.
 
-**Requests are refused** if anything besides tokens may change their KV: adapters, images, prompt embeddings,
-positions, a cache salt, beams.
+**A request is refused** if anything besides its tokens may change its KV: an adapter, images, prompt
+embeddings, positions, a cache salt, beams.
 """
 
 from __future__ import annotations
@@ -66,13 +67,14 @@ HARMLESS = words("""
     kv_cache_config.copy_on_partial_reuse kv_cache_config.use_uvm kv_cache_config.max_gpu_total_bytes
     kv_cache_config.max_util_for_resume
 """)
-"""The arguments that are known not to change a block's bytes for given tokens. The model counts by its
-files."""
+"""The arguments that are known not to change the KV of a token sequence. The identity counts the contents of
+the ``model``'s files instead of its path."""
 
-# Variables of other purposes. Some differ between ranks or starts.
+# Environment variables with these parts in their names do not change KV. Some of them
+# differ between ranks or starts.
 _NOT_COMPUTING = ("IPC", "SPAWN", "LOG", "PROFILE", "NVTX", "SINGLE_PROCESS", "PORT")
 
-# Arguments with the only supported values. A version may lack some.
+# The supported values of arguments. A TensorRT-LLM version may lack some of the arguments.
 _SUPPORTED: Mapping[str, tuple[object, ...]] = {
     "kv_cache_config.host_cache_size": (None, 0),
     "kv_cache_config.use_kv_cache_manager_v2": (None, False),
@@ -100,11 +102,12 @@ _OF_REQUESTS = (
     "position_ids",
     "cache_salt_id",
 )
-"""The properties of TensorRT-LLM's ``LlmRequest`` that are None if tokens alone determine its KV."""
+"""The properties of TensorRT-LLM's ``LlmRequest`` that are all None if only tokens determine a request's
+KV."""
 
 
 def arguments_of(llm_args: Any) -> dict[str, Any]:
-    """Return TensorRT-LLM's arguments, those of inner configurations as ``outer.inner``."""
+    """Return TensorRT-LLM's arguments by name; fields of inner configurations have names ``outer.inner``."""
     found: dict[str, Any] = {}
 
     def visit(name: str, value: Any) -> None:
@@ -119,8 +122,8 @@ def arguments_of(llm_args: Any) -> dict[str, Any]:
 
 
 def require_supported(arguments: Mapping[str, Any]) -> None:
-    """Raise :class:`UsageError` for an engine whose KV the store cannot keep. Reads the model's configuration
-    only."""
+    """Raise :class:`UsageError` for an unsupported engine. This reads no file of the model except
+    ``config.json``."""
     for name, values in _SUPPORTED.items():
         value = arguments.get(name)
         if not any(value is each or (each is not None and value == each) for each in values):
@@ -148,7 +151,7 @@ def require_supported(arguments: Mapping[str, Any]) -> None:
 
 
 def refusal(request: Any) -> str | None:
-    """Return what besides tokens may change the KV of TensorRT-LLM's ``request``; None for nothing."""
+    """Return the reason why TensorRT-LLM's ``request`` is refused, or None."""
     for name in _OF_REQUESTS:
         if getattr(request, name) is not None:
             return name
@@ -158,8 +161,8 @@ def refusal(request: Any) -> str | None:
 def identities_of(
     arguments: Mapping[str, Any], pool: torch.Tensor, chunk_tokens: int, *, namespace: str, sampled: bool
 ) -> list[Identity]:
-    """Return the identity of each rank's pages. Reads all files of the model unless their digests are
-    remembered. Raises :class:`UsageError` if they cannot be read."""
+    """Return the identity of each rank's pages. Hash all files of the model, unless their digests are cached.
+    Raise :class:`UsageError` if a file cannot be read."""
     ranks = int(arguments.get("tensor_parallel_size") or 1)
     tokens_per_block = int(arguments["kv_cache_config.tokens_per_block"])
     block_bytes = pool[0].numel() * pool.element_size()

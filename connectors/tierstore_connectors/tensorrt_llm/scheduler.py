@@ -1,4 +1,8 @@
-"""The scheduler's half, on rank 0. It alone asks the store, and holds loaded bytes until their pass."""
+"""The connector scheduler, on rank 0: it loads pages, keeps them until the next forward pass, and orders
+saves.
+
+TensorRT-LLM pickles the orders for ranks in other processes.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +18,44 @@ from tierstore import Hit
 from tierstore_connectors.common.guard import ErrorLog, guarded
 from tierstore_connectors.tensorrt_llm.base import KvCacheConnectorScheduler
 from tierstore_connectors.tensorrt_llm.identity import refusal
-from tierstore_connectors.tensorrt_llm.orders import BlockWrite, PageSave, PassOrders
 from tierstore_connectors.tensorrt_llm.pages import EnginePages
 
 _log = logging.getLogger("tierstore_connectors.tensorrt_llm")
-MOST_STAGED_BYTES = 4 << 30  # loaded pages that wait for the next pass, of all requests
-MOST_BROADCAST_BYTES = 1 << 30  # the same with several ranks, which receive them in one message
+MOST_STAGED_BYTES = 4 << 30  # loaded pages of all requests that wait for the next pass
+MOST_BROADCAST_BYTES = 1 << 30  # the same limit with several ranks, which get the pages in one message
+
+
+@dataclass(frozen=True, slots=True)
+class BlockWrite:
+    """An order to write blocks before the pass. ``data`` has for each rank an array with one row of bytes per
+    block."""
+
+    blocks: Sequence[int]
+    data: Sequence[npt.NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
+class PageSave:
+    """An order to save pages after the pass: all pages of the prompt ``tokens`` from page ``first`` on.
+    ``blocks`` has the blocks of these pages."""
+
+    tokens: npt.NDArray[np.uint32]
+    first: int
+    blocks: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class PassOrders:
+    """The orders for one forward pass."""
+
+    loads: Sequence[BlockWrite] = ()
+    saves: Sequence[PageSave] = ()
 
 
 @dataclass(slots=True)
 class _SavedRequest:
-    """A request whose pages are saved: its tokens and blocks as the engine has reported them, and how many
-    leading pages are saved."""
+    """A request whose pages are saved: its tokens and blocks that the engine has reported, and the number of
+    its leading pages that are saved."""
 
     pages: int
     tokens: list[int] = field(default_factory=list)
@@ -34,14 +64,14 @@ class _SavedRequest:
 
 @dataclass(frozen=True, slots=True)
 class _StagedLoad:
-    """Loaded blocks of a request, from block ``first`` of its prompt on, for each rank."""
+    """The loaded blocks of a request for each rank, from block ``first`` of the prompt on."""
 
     first: int
     data: Sequence[npt.NDArray[np.uint8]]
 
 
 class TierStoreScheduler(KvCacheConnectorScheduler):
-    """TensorRT-LLM's ``connector_scheduler_class``; see the package. All methods are called from the
+    """The ``connector_scheduler_class`` for TensorRT-LLM; see the package. All methods are called from the
     executor's one thread. Raises :class:`~tierstore.errors.UsageError` for an engine that is not
     supported."""
 
@@ -56,8 +86,9 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
 
     @guarded(lambda self, request, num_computed_tokens: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        """Return how many tokens behind the computed ones are loaded, into memory of this process, and
-        False: they are in their blocks before the next pass."""
+        """Load pages after the computed tokens into memory of this process. Return the number of loaded
+        tokens, and False: TensorRT-LLM need not wait, because :meth:`TierStoreWorker.start_load_kv` copies
+        them before the next pass."""
         pages, number = self._pages, int(request.request_id)
         self._staged.pop(number, None)
         self._saved.pop(number, None)
@@ -74,7 +105,8 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         return matched, False
 
     def _find(self, tokens: npt.NDArray[np.uint32]) -> list[Hit]:
-        """Return the hits of all ranks, or none. At least one token must be left to compute."""
+        """Return the hits of all ranks, or [] if a lookup fails. The hits leave at least one token to
+        compute."""
         store, hits = self._pages.store, list[Hit]()
         assert store is not None
         for rank in range(len(self._pages.identities)):
@@ -87,7 +119,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         return hits
 
     def _load(self, number: int, hits: Sequence[Hit], computed: int, held: int) -> int:
-        """Load the pages behind the first ``computed`` tokens, and release the hits. Return the number of
+        """Load the pages after the first ``computed`` tokens, and release the hits. Return the number of
         loaded tokens."""
         pages, store = self._pages, self._pages.store
         assert store is not None
@@ -95,7 +127,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         most = MOST_STAGED_BYTES if len(pages.identities) == 1 else MOST_BROADCAST_BYTES
         room = (most - self._staged_bytes) // (pages.page_bytes * len(pages.identities))
         count = min(held - first_page, room)
-        if count <= 0 or inside:  # a block that the engine has copied in part is left to the engine
+        if count <= 0 or inside:  # the engine has reused a part of a block itself
             for hit in hits:
                 hit.release()
             return 0
@@ -112,8 +144,8 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         return len(data[0]) * pages.block_tokens
 
     def update_state_after_alloc(self, request: Any, block_ids: list[int]) -> None:
-        """Take the blocks of a request. Raises :class:`RuntimeError` if loaded tokens have no block: the
-        engine would compute with what is in other blocks."""
+        """Record the blocks of a request's loaded tokens. Raise :class:`RuntimeError` if loaded tokens have
+        no blocks, because the engine would compute with wrong KV."""
         number = int(request.request_id)
         if not self._is_text(request):
             self._saved.pop(number, None)
@@ -128,12 +160,12 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
 
     @guarded(lambda self, request: False)
     def _is_text(self, request: Any) -> bool:
-        """Return whether a request has no images and no adapter. (The request of the lookup is a copy
-        without these.)"""
+        """Return whether a request has no images and no adapter. (TensorRT-LLM passes a copy without these
+        to :meth:`get_num_new_matched_tokens`.)"""
         return request.py_multimodal_data is None and request.py_lora_path is None
 
     def build_connector_meta(self, scheduler_output: Any) -> PassOrders:
-        """Return the orders for the next pass. Raises :class:`RuntimeError` if the pass computes a request
+        """Return the orders for the next pass. Raise :class:`RuntimeError` if the pass computes a request
         whose loaded tokens have no blocks."""
         new, known = scheduler_output.new_requests, scheduler_output.cached_requests
         if lost := [each.request_id for each in (*new, *known) if each.request_id in self._staged]:
@@ -148,7 +180,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
         for data in known:
             request = self._saved.get(data.request_id)
             if request is not None and not request.tokens:
-                # The request started again, and is reported without what was reported before.
+                # The request was restarted, and its earlier tokens and blocks are not reported again.
                 del self._saved[data.request_id]
         pages, orders = self._pages, []
         for data in (*new, *known):
@@ -157,7 +189,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
                 continue
             request.tokens.extend(data.new_tokens)
             request.blocks.extend(data.new_block_ids)
-            # In the first pass after a load this is fewer than are computed. The next pass makes up for it.
+            # In the first pass after a load, tokens are reported late. The next pass saves their pages.
             end = min(data.computed_position + data.num_scheduled_tokens, len(request.tokens))
             last = min(end // pages.page_tokens, len(request.blocks) // pages.page_blocks)
             if last > request.pages:
@@ -169,7 +201,7 @@ class TierStoreScheduler(KvCacheConnectorScheduler):
 
     @guarded(lambda self, request, cache_block_ids: False)
     def request_finished(self, request: Any, cache_block_ids: list[int]) -> bool:
-        """Forget a request. Return False: the engine may reuse its blocks."""
+        """Forget a request. Return False, because the engine may reuse its blocks at once."""
         self._saved.pop(int(request.request_id), None)
         self._staged.pop(int(request.request_id), None)
         return False

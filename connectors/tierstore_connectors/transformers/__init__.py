@@ -1,4 +1,4 @@
-"""A transformers cache over a tierstore: docs/transformers.md."""
+"""A cache for transformers models, with pages in a tierstore (docs/transformers.md)."""
 
 from __future__ import annotations
 

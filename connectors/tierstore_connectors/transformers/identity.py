@@ -1,15 +1,16 @@
-"""The identity of a transformers model's pages: everything that can change KV.
+"""The identity of a transformers model's pages, which covers everything that can change KV.
 
 Two processes share pages only if all of these are equal:
 
 - the configuration, with RoPE, context and quantisation,
 - the model's class and attention implementation,
-- the versions of the packages that compute, and the processor or GPU,
+- the versions of the packages that transformers computes with, and the processor or GPU,
 - the page layout, and the weights.
 
-Weights count by all bytes of the files in the model's folder, or by the commit of a model from the hub. A
-sample of every weight in memory counts as well, because a program may change a model after loading it (merged
-adapters, training, ``torchao``). Without files or a commit, all bytes in memory count.
+The weights are identified by all bytes of the files in the model's folder, or by the commit of a model from
+the hub. A sample of every weight in memory is hashed as well, because a program may change a model after
+loading it (merged adapters, training, ``torchao``). Without files and commit, all bytes of the weights in
+memory are hashed.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _COMPUTES = (
     "bitsandbytes",
     "torchao",
 )
-_SAMPLES = 64  # numbers of each weight
+_SAMPLES = 64  # the number of values that are read of each weight
 _BY_LENGTH = frozenset({"dynamic", "longrope"})
 
 
 def identity_of(model: Any, spec: KVSpec, *, namespace: str, sampled: bool) -> Identity:
     """Return the identity of the pages of ``model``. ``sampled`` reads only samples of large files. Raise
-    :class:`UsageError` for weights that cannot be read, and for RoPE that depends on a prompt's length."""
+    :class:`UsageError` for weights that cannot be read, and for RoPE that depends on the prompt's length."""
     config = plain(model.config.to_dict())
     if kind := next(_by_length(config), None):
         raise UsageError(
@@ -84,13 +85,13 @@ def identity_of(model: Any, spec: KVSpec, *, namespace: str, sampled: bool) -> I
 
 
 def weights_mark(model: Any) -> int:
-    """Return a number that changes when a parameter is replaced or changed in place. (Not when a program
-    changes it through ``.data``.)"""
+    """Return a number that changes when a parameter is replaced or changed in place. (Changes through
+    ``.data`` are not detected.)"""
     return hash(tuple((id(each), 0 if each.is_inference() else each._version) for each in model.parameters()))
 
 
 def _by_length(value: Any) -> Iterator[str]:
-    """Yield the RoPE types in a configuration that compute other keys for longer prompts."""
+    """Yield the RoPE types in a configuration with which a token's keys depend on the prompt's length."""
     if isinstance(value, Mapping):
         for name, each in value.items():
             if name in ("rope_type", "type") and each in _BY_LENGTH:
@@ -99,11 +100,12 @@ def _by_length(value: Any) -> Iterator[str]:
 
 
 def _in_memory(model: Any, *, whole: bool) -> str:
-    """Return a digest of the model's weights and buffers: of all bytes, or of a sample of each."""
+    """Return a digest of the model's weights and buffers: of all their bytes, or of a sample of each
+    tensor."""
     found = hashlib.sha256()
     for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        if tensor.device.type == "meta":  # offloaded: its files count
+        if tensor.device.type == "meta":  # offloaded; identified by the files
             continue
         flat = tensor.detach().reshape(-1)
         if not whole:

@@ -1,13 +1,14 @@
-"""The layers of a transformers cache: what they hold, as layer groups, and copies between them and pages.
+"""The layer groups of a transformers cache, and copies between cache layers and pages.
 
-One forward pass of two tokens shows the layers' tensors. The configuration's fields differ between families.
-Layers with like tensors form one group:
+The shapes of the layers' tensors are read from a forward pass of two tokens, because the fields of
+configurations differ between model families. Layers with tensors of the same kind form one group:
 
-- :class:`VectorGroup`: keys and values of tokens, of all tokens or of a window. If keys and values differ in
-  width (latents), a page has one vector per token with both.
-- :class:`StateGroup`: recurrent and convolution states, which replace themselves with every token.
+- :class:`VectorGroup`: keys and values of all tokens or of a window. If keys and values differ in width (as
+  latent vectors do), a page has one vector per token, which contains both.
+- :class:`StateGroup`: recurrent and convolution states, which are replaced with every token.
 
-Attention chunks are treated as windows, because transformers keeps a chunk's length of tokens for them.
+Layers with attention chunks are treated as layers with windows, because transformers keeps as many tokens for
+them as a chunk has.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _DTYPES: Mapping[torch.dtype, str] = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
 }
-_PROBE_TOKENS = 2  # one token is a decode step for some models, which expects a state
+_PROBE_TOKENS = 2  # some models treat a pass of one token as a decode step, which needs a state
 
 
 class WindowLayer(DynamicSlidingWindowLayer):
-    """A window layer that also keeps the last tokens that fell out of the window. Pages need whole chunks,
-    and a window begins anywhere in a chunk."""
+    """A window layer that also keeps the last ``behind`` tokens before the window, because a window may begin
+    inside a chunk, and pages are saved as whole chunks."""
 
     def __init__(self, sliding_window: int, behind: int) -> None:
         super().__init__(sliding_window=sliding_window)
@@ -50,7 +51,7 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self._fallen: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of all tokens that the layer still has. The last is the newest."""
+        """Return the keys and values of all tokens that the layer has, in the order of tokens."""
         if self._fallen is None:
             return self.keys, self.values
         return torch.cat([self._fallen[0], self.keys], -2), torch.cat([self._fallen[1], self.values], -2)
@@ -82,20 +83,21 @@ class WindowLayer(DynamicSlidingWindowLayer):
         self._each(lambda tensor: tensor[indices, ...])
 
     def fill(self, keys: torch.Tensor, values: torch.Tensor, tokens: int) -> None:
-        """Set the layer as if it had seen ``tokens`` tokens. The keys and values are those of the last."""
+        """Fill an empty layer as after ``tokens`` tokens. ``keys`` and ``values`` are those of the last of
+        these tokens."""
         kept = min(tokens, self.sliding_window - 1)
         self.update(keys[..., keys.shape[-2] - kept :, :], values[..., values.shape[-2] - kept :, :])
         self.cumulative_length = tokens
         self._keep(keys, values, keys.shape[-2] - kept)
 
     def _keep(self, keys: torch.Tensor, values: torch.Tensor, fallen: int) -> None:
-        """Record that the first ``fallen`` tokens of these fell out of the window."""
+        """Keep the first ``fallen`` tokens of ``keys`` and ``values``, which are no longer in the window."""
         if fallen <= 0:
             return
         new = keys[..., :fallen, :], values[..., :fallen, :]
         if self._fallen is not None:
             new = torch.cat([self._fallen[0], new[0]], -2), torch.cat([self._fallen[1], new[1]], -2)
-        # A copy: a view would keep a whole prompt's keys in memory.
+        # Copy the tensors, because views would keep the keys of a whole prompt in memory.
         self._fallen = new[0][..., -self._behind :, :].clone(), new[1][..., -self._behind :, :].clone()
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -105,8 +107,8 @@ class WindowLayer(DynamicSlidingWindowLayer):
 
 @dataclass(frozen=True)
 class VectorGroup:
-    """Layers of keys and values: ``heads`` of them, of the dtype of the model's KV. ``window`` is None if
-    they keep every token."""
+    """Layers with keys and values of the same shape. ``widths`` are the widths of a key and a value.
+    ``window`` is None if the layers keep every token."""
 
     group: Group
     layers: tuple[int, ...]
@@ -117,12 +119,12 @@ class VectorGroup:
     window: int | None
 
     def first_column(self, cache: Sequence[Layer], columns: int) -> int:
-        """Return the first of ``columns`` columns that all layers still have."""
+        """Return the first of the cache's ``columns`` columns that all layers of the group still have."""
         return max(columns - _vectors(cache[layer])[0].shape[-2] for layer in self.layers)
 
     def read(self, cache: Sequence[Layer], row: int, columns: range, end: int) -> torch.Tensor:
-        """Return pages of these columns of one row of a cache with ``end`` columns, each page as a row of
-        bytes. The last may be partial; its rest is zero."""
+        """Return pages of ``columns`` of one row of a cache with ``end`` columns, each page as a row of
+        bytes. An incomplete last page is padded with zeros."""
         chunk = self.group.spec.chunk_tokens
         pages, whole = self._pages(-(-len(columns) // chunk)), len(columns) // chunk
         parts = self._parts(pages)
@@ -138,8 +140,8 @@ class VectorGroup:
         return pages
 
     def fill(self, cache: Sequence[Layer], rows: Sequence[LoadedRow], columns: int) -> int:
-        """Fill the layers with ``columns`` columns from loaded pages. Return the first column with known
-        content in all rows."""
+        """Fill the layers with ``columns`` columns from loaded pages. Return the first column that the pages
+        contain for all rows."""
         chunk, number = self.group.spec.chunk_tokens, self.group.number
         first = 0 if self.window is None else max(columns - (self.window - 1) - 2 * chunk, 0)
         views, known = [], first
@@ -168,7 +170,7 @@ class VectorGroup:
         return torch.zeros((count, self.group.page_bytes), dtype=torch.uint8)
 
     def _parts(self, pages: torch.Tensor) -> list[torch.Tensor]:
-        """Return the keys and the values of pages: ``[page, layer, head, token, width]`` views."""
+        """Return the keys and the values in pages as views ``[page, layer, head, token, width]``."""
         chunk, (keys, values) = self.group.spec.chunk_tokens, self.widths
         numbers = pages.view(self.dtype)
         if self.group.spec.groups[0].planes == 2:
@@ -180,8 +182,8 @@ class VectorGroup:
 
 @dataclass(frozen=True)
 class StateGroup:
-    """Layers of states. ``states`` are the shape and dtype of each of a layer's states, for one row:
-    convolution and recurrent states in turn, None for a state that the layer lacks."""
+    """Layers with states. ``states`` has the shape and dtype of each state of a layer, for one row:
+    convolution and recurrent states alternate, with None for a state that the layer lacks."""
 
     group: Group
     layers: tuple[int, ...]
@@ -189,7 +191,7 @@ class StateGroup:
     devices: tuple[torch.device, ...]
 
     def read(self, cache: Sequence[Layer], row: int) -> torch.Tensor:
-        """Return a page with the present states of one row."""
+        """Return a page with the current states of one row."""
         parts = [
             _last(tensor, kept)[row].to("cpu").contiguous().flatten().view(torch.uint8)
             for layer in self.layers
@@ -199,7 +201,7 @@ class StateGroup:
         return torch.cat(parts)[None]
 
     def fill(self, cache: Sequence[Layer], rows: Sequence[LoadedRow]) -> None:
-        """Set the states from loaded pages. A row without tokens begins with zeros."""
+        """Set the states from loaded pages. The states of a row without pages are zeros."""
         at = 0
         for layer, device in zip(self.layers, self.devices, strict=True):
             for number, state in enumerate(self.states):
@@ -223,8 +225,8 @@ class StateGroup:
 
 @dataclass(frozen=True)
 class LoadedRow:
-    """The pages of one row by layer group, which are these ``chunks`` of its prompt. ``pad`` columns are
-    before the prompt."""
+    """The pages of one row, and the ``chunks`` of the row's prompt that they hold, by layer group. ``pad`` is
+    the number of padding columns before the prompt."""
 
     pad: int
     pages: Sequence[torch.Tensor]
@@ -235,15 +237,15 @@ class CacheLayout:
     """The layer groups of a model's cache."""
 
     def __init__(self, model: Any, chunk_tokens: int) -> None:
-        """Measure what the layers of ``model`` hold. Raise :class:`UsageError`, which names the layer's
-        class, for layers that are not supported."""
+        """Read the shapes of the layers' tensors from a forward pass of ``model``. Raise :class:`UsageError`
+        for a layer of an unsupported class."""
         self._config, self._chunk = model.config, chunk_tokens
         probe = _probe(model)
         kinds: dict[Any, list[int]] = {}
         for at, layer in enumerate(probe):
             if (key := _key(layer)) is not None:
                 kinds.setdefault(key, []).append(at)
-        # Groups of all tokens come first.
+        # Groups whose layers keep all tokens come first.
         keys = sorted(kinds, key=lambda key: key.window is not None or key.states is not None)
         dtypes = {key.dtype for key in keys if key.states is None}
         if len(dtypes) != 1 or not dtypes <= set(_DTYPES):
@@ -266,17 +268,17 @@ class CacheLayout:
 
     @property
     def chained(self) -> bool:
-        """Whether all groups keep every token, so that a hit can be cut anywhere."""
+        """Whether all groups keep every token, so that a hit can be shortened to any length."""
         return not self.states and all(group.window is None for group in self.vectors)
 
     def no_pages(self, pad: int) -> LoadedRow:
-        """Return a row whose columns are all padding."""
+        """Return a :class:`LoadedRow` without pages, for a row of ``pad`` padding columns."""
         parts = self.spec.split()
         pages = [torch.zeros((0, part.page_bytes), dtype=torch.uint8) for part in parts]
         return LoadedRow(pad, pages, [range(0)] * len(parts))
 
     def empty(self) -> list[Layer]:
-        """Return new layers."""
+        """Return new, empty cache layers."""
         layers: list[Layer] = DynamicCache(config=self._config).layers
         for at, layer in enumerate(layers):
             if isinstance(layer, DynamicSlidingWindowLayer):
@@ -286,7 +288,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class _Key:
-    """The properties by which layers form groups."""
+    """The properties that all layers of a group have in common."""
 
     heads: int = 0
     widths: tuple[int, int] = (0, 0)
@@ -308,13 +310,13 @@ class _Key:
 
 @lru_cache(maxsize=64)
 def cache_argument(kind: Any) -> str:
-    """Return the name that a model's class gives to the cache: ``cache`` from transformers 5.24 on,
-    ``past_key_values`` before."""
+    """Return the name of a model class's argument for the cache: ``cache`` from transformers 5.24 on,
+    ``past_key_values`` in earlier versions."""
     return "cache" if "cache" in inspect.signature(kind.forward).parameters else "past_key_values"
 
 
 def _probe(model: Any) -> list[Layer]:
-    """Return the layers of a cache after a forward pass of a few tokens."""
+    """Return the cache layers of ``model`` after a forward pass of two tokens."""
     probe = DynamicCache(config=model.config)
     for layer in probe.layers:
         known = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, DummyLayer)
@@ -327,7 +329,7 @@ def _probe(model: Any) -> list[Layer]:
 
 
 def _key(layer: Layer) -> _Key | None:
-    """Return the key of a layer's group; None for a layer that holds nothing."""
+    """Return the properties of a layer's group, or None for a layer without KV and states."""
     if isinstance(layer, LinearAttentionLayer):
         states = _states(layer)
         described = tuple(None if each is None else (tuple(each.shape[1:]), each.dtype) for each in states)
@@ -352,7 +354,7 @@ def _states(layer: Layer) -> list[torch.Tensor | None]:
 
 
 def _last(tensor: torch.Tensor, kept: tuple[tuple[int, ...], torch.dtype]) -> torch.Tensor:
-    """Return a state without the inputs that a layer keeps for taking tokens back."""
+    """Return a state without the earlier inputs that a layer keeps so that tokens can be removed."""
     return tensor[..., -kept[0][-1] :]
 
 

@@ -1,4 +1,4 @@
-"""The store of one model, which all caches of that model share."""
+"""The store of one model, which all caches of the model share."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import tierstore
 from tierstore import Store
 from tierstore.defaults import DEFAULT_DISK_BYTES, DEFAULT_HOST_BYTES
-from tierstore.errors import UsageError
 from tierstore_connectors.common.options import checked_options
 from tierstore_connectors.common.stores import GuardedStore
 from tierstore_connectors.transformers.identity import identity_of, weights_mark
@@ -26,11 +25,11 @@ _log = logging.getLogger("tierstore_connectors.transformers")
 class CacheOptions:
     """The settings of a :class:`TierStoreCache`.
 
-    - ``namespace``: separates models that nothing else separates.
-    - ``chunk_tokens``: tokens of a page.
-    - ``lookup_s``, ``load_s``: the longest that a prompt waits for the daemon's answer, and for its pages.
-    - ``host_bytes``, ``disk_bytes``: sizes of a store in a directory.
-    - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
+    - ``namespace``: caches with different namespaces share no pages.
+    - ``chunk_tokens``: tokens per page.
+    - ``lookup_s``, ``load_s``: the most seconds that a prompt waits for a lookup and for a load.
+    - ``host_bytes``, ``disk_bytes``: the capacities of a store in a directory.
+    - ``hash_weights``: "whole" hashes weight files completely, "sample" only samples of them.
     - ``keys``, ``server_key``: key files for ``tcp://``.
     """
 
@@ -46,19 +45,15 @@ class CacheOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> CacheOptions:
-        """Check the options. Raise :class:`UsageError` for an unknown name or an invalid value."""
+        """Return the options in ``given``. Raise :class:`UsageError` for an unknown name or an invalid
+        value."""
         long = {each.name for each in fields(cls) if each.name.endswith("_bytes")}
         options = checked_options("TierStoreCache", cls, {k: v for k, v in given.items() if k not in long})
-        found = cls(**options, **{name: given[name] for name in long if name in given})
-        if found.hash_weights not in ("whole", "sample"):
-            raise UsageError(
-                f'TierStoreCache: hash_weights must be "whole" or "sample", got {found.hash_weights!r}'
-            )
-        return found
+        return cls(**options, **{name: given[name] for name in long if name in given})
 
 
 class ModelStore(GuardedStore):
-    """The open store of one model. Close it once for each :meth:`open`."""
+    """The open store of one model. Its users call :meth:`close` once for each :meth:`open`."""
 
     _opened: ClassVar[weakref.WeakKeyDictionary[Any, dict[object, ModelStore]]] = weakref.WeakKeyDictionary()
     _opening: ClassVar = threading.Lock()
@@ -86,7 +81,7 @@ class ModelStore(GuardedStore):
             return found
 
     def share(self) -> None:
-        """Count one more user, who closes the store as well."""
+        """Count one more user, which must call :meth:`close`."""
         with self._opening:
             self.users += 1
 
@@ -124,7 +119,7 @@ class ModelStore(GuardedStore):
             wait_s=0,
             log=_log,
         )
-        store.wait_connected(options.lookup_s)  # without a daemon every lookup misses
+        store.wait_connected(options.lookup_s)  # if no daemon answers, lookups miss
         return store
 
     def changed(self, model: Any) -> bool:

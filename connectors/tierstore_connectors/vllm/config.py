@@ -1,12 +1,15 @@
-"""The user's settings: ``kv_connector_extra_config`` of vLLM's ``--kv-transfer-config`` and
-``ec_connector_extra_config`` of ``--ec-transfer-config`` for an engine, and
-``kv_transfer_params: {"tierstore": {…}}`` for a request."""
+"""The user's settings for vLLM's connectors.
+
+An engine's settings are ``kv_connector_extra_config`` of ``--kv-transfer-config`` and
+``ec_connector_extra_config`` of ``--ec-transfer-config``. A request's options are in its
+``kv_transfer_params: {"tierstore": {…}}``.
+"""
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeVar
 
@@ -23,19 +26,19 @@ S = TypeVar("S", bound="EncoderSettings")
 
 @dataclass(frozen=True, slots=True)
 class EncoderSettings:
-    """The settings of an engine's connector for embeddings. The connector for KV has them, too.
+    """The settings of the connector for embeddings, which the connector for KV has as well.
 
     - ``store``: the daemon's address. ``keys``, ``server_key``: key files for ``tcp://``.
-    - ``namespace``: separates engines that nothing else separates, and names the version of weights that have
-      neither local files nor a commit.
+    - ``namespace``: engines with different namespaces share no pages. The namespace also identifies the
+      version of weights without local files and without a commit.
     - ``model_name``: the model's name in the daemon's KV events. Empty means vLLM's served name.
-    - ``lookup_s``, ``load_s``: longest waits of a request, for the daemon's answer and for the bytes.
+    - ``lookup_s``, ``load_s``: the most seconds that a request waits for a lookup and for a load.
     - ``threads``: copying threads per process.
-    - ``hash_weights``: "whole", or "sample" if reading all weight files once takes too long.
+    - ``hash_weights``: "whole" hashes weight files completely, "sample" only samples of them.
     """
 
     where: ClassVar[str] = "ec_connector_extra_config"
-    """vLLM's name for these settings."""
+    """The name of these settings in vLLM's configuration."""
 
     store: str = field(default_factory=default_listen)
     keys: str | None = None
@@ -49,16 +52,14 @@ class EncoderSettings:
 
     @classmethod
     def parse(cls: type[S], extra: Mapping[str, Any]) -> S:
-        """Check the options and return the settings. Raises :class:`UsageError` for an unknown key or an
-        invalid value."""
-        settings = cls(**checked_options(cls.where, cls, extra))
-        settings.check()
-        return settings
+        """Return the settings in ``extra``. Raise :class:`UsageError` for an unknown key or an invalid
+        value."""
+        return cls(**checked_options(cls.where, cls, extra))
 
     def connect(self, identity: Identity, spec: KVSpec, *, threads: int | None = None, **more: Any) -> Store:
-        """Return a client of the daemon for pages of ``identity``. It connects in the background. ``threads``
-        replaces the settings' number, and ``more`` goes to :func:`tierstore.connect`, whose errors this
-        raises."""
+        """Return a store at the daemon for pages of ``identity``, which connects in the background.
+        ``threads`` overrides ``self.threads``. ``more`` are arguments of :func:`tierstore.connect`, whose
+        errors this method raises."""
         return tierstore.connect(
             self.store,
             spec,
@@ -73,34 +74,27 @@ class EncoderSettings:
         )
 
     def named(self: S, config: Any) -> S:
-        """Return these settings with a model name: theirs, or the served name of vLLM's ``config``."""
+        """Return these settings; an empty model name is replaced by the served name in vLLM's ``config``."""
         return replace(self, model_name=self.model_name or str(config.model_config.served_model_name or ""))
-
-    def check(self) -> None:
-        """Raise :class:`UsageError` for a value that no engine can have."""
-        if self.hash_weights not in ("whole", "sample"):
-            raise UsageError(
-                f'{self.where}: hash_weights must be "whole" or "sample", got {self.hash_weights!r}'
-            )
 
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(EncoderSettings):
-    """The settings of an engine's connector for KV: those of :class:`EncoderSettings`, and these.
+    """The settings of the connector for KV: the settings of :class:`EncoderSettings`, and the following.
 
-    - ``chunk_tokens``: tokens per page. 0 means the fewest blocks with 64 tokens.
-    - ``prefetch_s``: the longest that a request waits for pages from disk. ``load_s``: the longest time of a
-      load into its blocks.
-    - ``fence_s``: the longest that a step waits for saves that read blocks which the step writes. Slower
+    - ``chunk_tokens``: tokens per page. 0 means the smallest number of blocks with at least 64 tokens.
+    - ``prefetch_s``: the most seconds that a request waits for pages from disk. ``load_s``: the most seconds
+      that loading a request's blocks may take.
+    - ``fence_s``: the most seconds that a step waits for saves of blocks that the step overwrites. Slower
       saves are dropped.
-    - ``ahead``: how many waiting requests are looked up before vLLM asks for them.
-    - ``handover_s``: the longest that an engine which continues a prompt of this engine may wait for its
-      pages.
+    - ``ahead``: how many waiting requests are looked up before vLLM schedules them.
+    - ``handover_s``: the most seconds that a decode engine may wait for the pages of a prompt that this
+      engine hands over.
     - ``explain``: count missed tokens by reason, and log the reasons of each request.
-    - ``share_engines``: share pages with the bundled engine and with vLLM of any parallelism
+    - ``share_engines``: share pages with the bundled engine and with vLLM engines of any parallelism
       (:mod:`tierstore_connectors.common.sharing`).
-    - ``share_sizes``: with ``share_engines``, sizes of parallelism to look for besides the engine's own: a
-      list of TPxPP, separated by commas. Each costs one more lookup for each prompt.
+    - ``share_sizes``: with ``share_engines``, the parallelism of other engines whose pages are looked up as
+      well: a list of TPxPP, separated by commas. Each size costs one more lookup for each prompt.
     """
 
     where: ClassVar[str] = "kv_connector_extra_config"
@@ -117,7 +111,7 @@ class VllmSettings(EncoderSettings):
 
     @property
     def sizes(self) -> list[tuple[int, int]]:
-        """Return ``share_sizes`` as (ranks of tensor parallelism, pipeline stages)."""
+        """Return ``share_sizes`` as pairs (tensor-parallel ranks, pipeline stages)."""
         found = [_SIZE.fullmatch(size.strip()) for size in self.share_sizes.split(",")]
         if None in found:
             raise UsageError(
@@ -126,10 +120,9 @@ class VllmSettings(EncoderSettings):
             )
         return [(int(size[1]), int(size[2])) for size in found if size is not None]
 
-    def check(self) -> None:
-        EncoderSettings.check(self)
+    def __post_init__(self) -> None:
         if self.share_engines:
-            _ = self.sizes  # checks them
+            _ = self.sizes  # raises for an invalid size
         if self.handover_s > MOST_HANDOVER_S:
             raise UsageError(
                 f"{self.where}: handover_s must be at most {MOST_HANDOVER_S:g} seconds, got "
@@ -141,10 +134,10 @@ class VllmSettings(EncoderSettings):
 class RequestOptions:
     """The options of one request.
 
-    - ``pin``: keep the prompt until an operator unpins it. ``ttl_s``, ``priority``: hints for the policy.
-    - ``no_save``: store nothing that this request computes. It may still be loaded from the cache.
+    - ``pin``: keep the prompt until an operator unpins it. ``ttl_s``, ``priority``: hints for eviction.
+    - ``no_save``: store nothing that this request computes. The request may still load stored pages.
     - ``hands_over``: another engine continues the prompt.
-    - ``promise``: another engine has computed this much of the prompt
+    - ``promise``: the promise of another engine to save the beginning of the prompt
       (:mod:`tierstore_connectors.common.handover`).
     """
 
@@ -159,9 +152,9 @@ class RequestOptions:
     def parse(
         cls, params: Mapping[str, Any] | None, *, prompt_tokens: int
     ) -> tuple[RequestOptions, str | None]:
-        """Return the options, and a message about invalid ones or None.
+        """Return the options, and a message about invalid options or None.
 
-        Options may come from an end user. Invalid ones are ignored and do not fail the request.
+        Options may come from an end user, so invalid options are ignored and do not fail the request.
         """
         if not params:
             return cls(), None
@@ -170,24 +163,13 @@ class RequestOptions:
             asked = {}
         if not isinstance(asked, Mapping):
             return cls(), f"kv_transfer_params.tierstore is {type(asked).__name__}, not an object"
-        wrong = sorted(str(name) for name in set(asked) - _KNOWN)
+        wrong = sorted(str(name) for name in set(asked) - {*_VALID, "tokens", "until_s"})
         values: dict[str, Any] = {"hands_over": params.get("do_remote_decode") is True}
-        for name in ("pin", "no_save"):
-            value = asked.get(name, False)
-            if isinstance(value, bool):
-                values[name] = value
-            else:
+        for name, is_valid in _VALID.items():
+            if name in asked and is_valid(asked[name]):
+                values[name] = asked[name]
+            elif name in asked:
                 wrong.append(name)
-        ttl_s = asked.get("ttl_s")
-        if ttl_s is None or (_is_number(ttl_s) and ttl_s >= 0):
-            values["ttl_s"] = ttl_s
-        else:
-            wrong.append("ttl_s")
-        priority = asked.get("priority", 0)
-        if isinstance(priority, int) and not isinstance(priority, bool) and -100 <= priority <= 100:
-            values["priority"] = priority
-        else:
-            wrong.append("priority")
         if params.get("do_remote_prefill") is True and "tokens" in asked:
             try:
                 promise = Promise(asked["tokens"], asked.get("until_s", HANDOVER_S))
@@ -202,7 +184,6 @@ class RequestOptions:
 
 
 _SIZE = re.compile(r"([1-9]\d{0,3})x([1-9]\d{0,3})")
-_KNOWN = {"pin", "no_save", "ttl_s", "priority", "tokens", "until_s"}
 
 
 def _is_number(value: object) -> bool:
@@ -210,3 +191,12 @@ def _is_number(value: object) -> bool:
     return (
         isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     )
+
+
+_VALID: Mapping[str, Callable[[Any], bool]] = {
+    "pin": lambda value: isinstance(value, bool),
+    "no_save": lambda value: isinstance(value, bool),
+    "ttl_s": lambda value: value is None or (_is_number(value) and value >= 0),
+    "priority": lambda value: isinstance(value, int) and not isinstance(value, bool) and -100 <= value <= 100,
+}
+"""The options of a request that are set directly, with the checks of their values."""

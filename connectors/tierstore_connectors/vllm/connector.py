@@ -1,8 +1,10 @@
-"""The connector class that vLLM loads. It delegates to its two halves and contains errors.
+"""The connector class that vLLM loads. The class calls the scheduler half or the worker half and catches
+errors.
 
-If a method fails, a fallback answers instead. vLLM waits for every promised load and must hear of each
-exactly once. Therefore, if something fails before a load is ordered, the worker is ordered to refuse the
-load; if something fails in the worker, the worker reports the load as failed.
+If a method raises, a fallback returns the result of an empty cache. vLLM waits for every promised load, and
+each load must be reported exactly once. So if an error occurs before the scheduler half has ordered a load,
+the worker is ordered to refuse the load. If an error occurs in the worker, the worker reports the load as
+failed.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from tierstore.keys import Identity
 from tierstore_connectors.common import handover
 from tierstore_connectors.common.counters import ConnectorCounters
 from tierstore_connectors.common.explaining import MISSED
-from tierstore_connectors.common.guard import ErrorLog, guarded
+from tierstore_connectors.common.guard import ErrorLog, guarded, nothing
 from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.groups import joined, read_groups
 from tierstore_connectors.vllm.identity import Weights, hashes_are_private, weights_revision
@@ -46,13 +48,13 @@ from tierstore_connectors.vllm.scheduler import SchedulerHalf
 from tierstore_connectors.vllm.watch import ChangeWatcher, watch_engines
 from tierstore_connectors.vllm.worker import Results, WorkerHalf
 
-# vLLM's MultiConnector finds the class of the statistics by the registered name only.
+# vLLM's MultiConnector finds the statistics class only through the registered connector name.
 with suppress(ValueError):  # already registered
     KVConnectorFactory.register_connector("TierStoreConnector", __name__, "TierStoreConnector")
 
-_REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from 0.30 on
-_OFFERS_STATES = "take_boundary_state_offloads" in vars(KVCacheManager)  # from 0.32 on
-_FIXED_SEED = "resolve_none_hash_seed" in vars(kv_cache_utils)  # from 0.29 on
+_REPORTS_REQUESTS = "get_transfer_results" in vars(KVConnectorBase_V1)  # from vLLM 0.30 on
+_OFFERS_STATES = "take_boundary_state_offloads" in vars(KVCacheManager)  # from vLLM 0.32 on
+_FIXED_SEED = "resolve_none_hash_seed" in vars(kv_cache_utils)  # from vLLM 0.29 on
 
 
 # Counters of both halves, exported as ``vllm:tierstore_loaded_tokens`` and so on.
@@ -62,17 +64,17 @@ _COUNTERS: Mapping[str, str] = {
     "found_tokens": "Tokens found in the store",
     "promised_tokens": "Tokens promised to vLLM as loadable",
     "declined_tokens": "Tokens found on disk but computed, because computing is faster",
-    "handed_over_tokens": "Prompt tokens promised to the engine that continues the prompt",
+    "handed_over_tokens": "Prompt tokens promised to the decode engine that continues the prompt",
     "expected_tokens": "Tokens promised by another engine",
     "missing_tokens": "Tokens promised by another engine that missed the deadline",
     "late_lookups": "Lookups that missed the deadline",
     "loads": "Loads that succeeded",
     "loaded_tokens": "Tokens loaded into KV blocks",
     "loaded_bytes": "Bytes loaded into KV blocks",
-    "load_seconds": "Seconds from the order to the last byte, summed over all loads",
-    "failed_loads": "Loads that failed, so that vLLM computed instead",
+    "load_seconds": "Seconds from the order of a load to its last byte, summed over all loads",
+    "failed_loads": "Loads that failed, so that vLLM computed their tokens",
     "saves": "Saves that have ended",
-    "saved_tokens": "Tokens saved, including those already stored",
+    "saved_tokens": "Tokens saved, including tokens that were already stored",
     "not_saved_tokens": "Tokens that could not be stored",
     "fenced_saves": "Saves dropped because vLLM reused their blocks",
     "errors": "Errors caught by the connector",
@@ -82,12 +84,12 @@ _log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that 
 
 
 class TierStoreStats(CounterStats, KVConnectorStats):
-    """Counters since the last step, or summed over several steps and workers."""
+    """Counters of the KV connector. vLLM finds the class through its base class."""
 
 
 class TierStoreProm(CounterMetrics, KVConnectorPromMetrics):
-    """Export each counter of ``_COUNTERS`` as a Prometheus counter, and missed tokens as one with the label
-    ``reason``."""
+    """Export each counter of ``_COUNTERS`` as a Prometheus counter, and missed tokens as one counter with the
+    label ``reason``."""
 
     counters = _COUNTERS
     prefix = PREFIX
@@ -110,37 +112,34 @@ class TierStoreProm(CounterMetrics, KVConnectorPromMetrics):
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    """Carry the scheduler's orders to the workers, with each step."""
+    """The orders of the scheduler half to the workers for one step."""
 
     work: StepWork
 
 
 @dataclass
 class WorkerReport(KVConnectorWorkerMetadata):
-    """Carry a worker's report back to the scheduler."""
+    """The report of a worker to the scheduler half."""
 
     report: LoadReport
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
-        assert isinstance(other, WorkerReport), "one connector's reports only"
+        assert isinstance(other, WorkerReport), "the other report must come from this connector, too"
         return WorkerReport(self.report.merge(other.report))
 
 
 @dataclass
 class WorkerShard(KVConnectorHandshakeMetadata):
-    """Describe the pages that a worker keeps. Sent once."""
+    """The description of a worker's pages, which the worker sends once."""
 
     shard: Shard
 
 
-def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Answer as an empty cache does."""
-
-
 def _check_prefixes(config: Any) -> None:
-    """Raise :class:`UnsupportedError` if vLLM cannot continue from a part of a prompt.
+    """Raise :class:`UnsupportedError` if vLLM cannot continue a prompt from a cached prefix.
 
-    In these cases vLLM switches off its own prefix caching. A hit would stop the engine or change the answer.
+    vLLM has then switched off its own prefix caching, because a hit would stop the engine or change the
+    output.
     """
     if config.cache_config.enable_prefix_caching:
         return
@@ -152,7 +151,7 @@ def _check_prefixes(config: Any) -> None:
 
 
 class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
-    """KV blocks in a tierstore daemon. See the package docstring."""
+    """The connector that keeps KV blocks in a tierstore daemon; see the package docstring."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -164,13 +163,13 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         self._caches: Mapping[str, Any] = {}
         self._weights: Future[Weights | Identity] | None = None  # None until the worker starts
         self._changed = False  # whether the weights may have changed since the last forget_everything
-        self._orphans: set[str] = set()  # loads that neither half could take
+        self._orphans: set[str] = set()  # requests whose loads were ordered while there was no worker half
         self._invalid: set[int] = set()
         self._open()
 
     # -- both halves ---------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def _open(self) -> None:
         config = self._vllm_config
         try:
@@ -183,7 +182,7 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
                 offers_states=_OFFERS_STATES,
             )
             if not _REPORTS_REQUESTS and (len(groups.groups) > 1 or groups.groups[0].windowed):
-                # Earlier versions do not say which blocks a window has freed.
+                # Earlier versions do not report which blocks outside the window they have freed.
                 raise UnsupportedError("sliding windows need vLLM 0.30 or later")
             _check_prefixes(config)
             if settings.share_engines:
@@ -194,12 +193,12 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         self._groups = groups
         self._settings = settings
         if self._role is KVConnectorRole.SCHEDULER:
-            # Every failed load can be computed instead. vLLM's default is to fail the request, for engines
-            # that cannot compute its prompt. vLLM reads this setting after this constructor.
+            # This engine can compute the tokens of every failed load, but vLLM's default policy fails the
+            # request. vLLM reads the setting after this constructor.
             config.kv_transfer_config.kv_load_failure_policy = "recompute"
             algorithm = str(config.cache_config.prefix_caching_hash_algo)
             private = hashes_are_private(algorithm, os.environ, fixed_seed=_FIXED_SEED)
-            if private and not settings.share_engines:  # those pages are found by tokens
+            if private and not settings.share_engines:  # shared pages have keys over tokens
                 self.errors.warn(
                     "the start",
                     "vLLM's block hashes differ between processes: set PYTHONHASHSEED=0 for all engines, "
@@ -223,10 +222,10 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Return False: a dropped save only causes a later miss."""
+        """Return False, because a dropped save only causes a later miss."""
         return False
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def shutdown(self) -> None:
         scheduler, self._scheduler = self._scheduler, None
         worker, self._worker = self._worker, None
@@ -235,7 +234,7 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         if worker is not None:
             worker.close()
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def get_kv_connector_stats(self) -> TierStoreStats | None:
         if errors := self.errors.unreported():
             self.counters.add("errors", errors)
@@ -252,12 +251,12 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
     ) -> TierStoreProm:
         return TierStoreProm(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # -- the worker's half -----------------------------------------------------------------------------
+    # -- the worker half ------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        """Begin to hash the weights. vLLM warms up its kernels meanwhile and then asks for the handshake
-        metadata, which includes the result."""
+        """Begin to hash the weights in the background, while vLLM warms up its kernels.
+        :meth:`get_handshake_metadata` waits for the result."""
         if self._settings is None:
             return
         self._caches = kv_caches
@@ -267,7 +266,7 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
             hashing.shutdown(wait=False)
 
     def _identify(self) -> Weights | Identity:
-        """Return the weights, or the model's identity if engines share its pages."""
+        """Return the identity of the weights, or with ``share_engines`` that of the model's shared pages."""
         settings = self._settings
         assert settings is not None, "only an engine with settings is identified"
         if settings.share_engines:
@@ -278,7 +277,7 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         return weights_revision(self._vllm_config, settings.namespace, sampled=sampled)
 
     def _attach(self) -> None:
-        """Create the worker's half over the tensors that vLLM has registered."""
+        """Create the worker half over the tensors that vLLM has registered."""
         if self._settings is None or self._weights is None or self._worker is not None:
             return
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -327,24 +326,24 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         except (TierStoreError, UnsupportedError) as error:
             self.errors.warn("the start", f"runs without the cache: {error}")
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def unregister_kv_caches(self) -> None:
-        """Close the worker's half: vLLM goes to sleep and takes the tensors back."""
+        """Close the worker half, because vLLM frees the KV tensors when it goes to sleep."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.close()
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def restore_kv_caches(self) -> None:
-        """Create the worker's half again after a sleep."""
+        """Create the worker half again after a sleep."""
         self._attach()
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def get_handshake_metadata(self) -> WorkerShard | None:
         self._attach()
         return WorkerShard(self._worker.shard) if self._worker is not None else None
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         if self._worker is not None and isinstance(kv_connector_metadata, StepMetadata):
             self._worker.fence(kv_connector_metadata.work)
@@ -365,22 +364,20 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         self._worker.load(work)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Do nothing: all loads end before the step that uses them."""
+        """Do nothing: vLLM schedules a request only after its load has ended."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Do nothing: whole blocks are saved after the step."""
+        """Do nothing: :meth:`wait_for_save` starts the saves of a step."""
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def wait_for_save(self) -> None:
         work = self._work()
         if work is not None and self._worker is not None:
             self._worker.save(work)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Report finished loads to versions of vLLM without :meth:`get_transfer_results`.
-
-        These versions have one KV cache group, and learn of failures by block.
-        """
+        """Report finished loads to vLLM versions without :meth:`get_transfer_results`. With these versions
+        the connector supports one KV cache group only, and reports failures by block."""
         return None, self._results().finished or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -408,7 +405,7 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         invalid, self._invalid = self._invalid, set()
         return invalid
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def build_connector_worker_meta(self) -> WorkerReport | None:
         report = self._worker.report() if self._worker is not None else None
         return WorkerReport(report) if report is not None else None
@@ -417,13 +414,13 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         metadata = self._connector_metadata
         return metadata.work if isinstance(metadata, StepMetadata) else None
 
-    # -- the scheduler's half ----------------------------------------------------------------------------
+    # -- the scheduler half -----------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         self._connect(metadata.values())
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         self._connect(metadata.values())
 
@@ -434,7 +431,7 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         workers = self._vllm_config.parallel_config.world_size
         if len(shards) != workers:
             self.errors.warn(
-                "the start", f"runs without the cache: {len(shards)} of {workers} workers have one"
+                "the start", f"runs without the cache: only {len(shards)} of {workers} workers have one"
             )
             return
         try:
@@ -443,9 +440,9 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
             self.errors.warn("the start", f"runs without the cache: {error}")
 
     def _trusted(self) -> SchedulerHalf | None:
-        """Return the scheduler's half after it has forgotten pages that may belong to other weights.
+        """Return the scheduler half. If the weights may have changed, first make it forget all earlier pages.
 
-        If forgetting fails, the error is raised, and nothing is found or saved until a later call succeeds.
+        If forgetting raises, no page is found or saved until a later call succeeds.
         """
         if self._changed and self._scheduler is not None:
             self._scheduler.forget_everything(uuid.uuid4().hex)
@@ -453,17 +450,17 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         return self._scheduler
 
     def weights_changed(self) -> None:
-        """Record that the engine may compute with other weights from now on: earlier pages are no longer
-        found (:mod:`tierstore_connectors.vllm.watch`)."""
+        """Record that the engine may compute with other weights from now on. Pages saved earlier are then no
+        longer found (:mod:`tierstore_connectors.vllm.watch`)."""
         self._changed = True
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def adapter_loads(self, adapter: Any) -> None:
-        """Record the files of a LoRA adapter that vLLM is about to load. No request may have used it yet."""
+        """Record the files of a LoRA adapter that vLLM is about to load, before a request uses it."""
         if self._scheduler is not None:
             self._scheduler.adapter_loads(adapter)
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def on_new_request(self, request: Any) -> None:
         scheduler = self._trusted()
         if scheduler is not None:
@@ -506,7 +503,7 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
             return StepMetadata(StepWork())
         return StepMetadata(scheduler.work(scheduler_output))
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         if self._scheduler is None:
             return
@@ -525,8 +522,8 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
         return self._finished(request)
 
     def _finished(self, request: Any) -> tuple[bool, dict[str, Any] | None]:
-        """Release every block, also if another engine continues the prompt: that engine finds pages by
-        prompt."""
+        """Let vLLM free the request's blocks, and return the parameters for a decode engine that continues
+        the prompt, which finds pages in the store."""
         if self._scheduler is None:
             return False, None
         promise = self._scheduler.handed_over(request.request_id)
@@ -535,8 +532,8 @@ class TierStoreConnector(ChangeWatcher, KVConnectorBase_V1, SupportsHMA):
 
     @guarded(lambda self: False)
     def reset_cache(self) -> bool | None:
-        """Make this engine's earlier pages unfindable. If this fails, it is retried before the next
-        lookup."""
+        """Make the pages that this engine saved earlier unfindable. After an error, this is tried again
+        before the next lookup."""
         self.weights_changed()
         self._trusted()
         return True

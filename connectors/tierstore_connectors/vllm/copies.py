@@ -1,5 +1,5 @@
 """Copies between pages and blocks, for saves and loads. Blocks in host memory are copied directly to and from
-the daemon's arena; ``cuda.py`` handles blocks in a GPU's memory."""
+the daemon's arena; ``cuda.py`` copies blocks in a GPU's memory."""
 
 from __future__ import annotations
 
@@ -14,33 +14,43 @@ from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK
 
 Chunks = Sequence[Sequence[int]]
-Pages = Sequence[tuple[Sequence[int], int]]  # the blocks of a chunk, and its page's address
+Pages = Sequence[tuple[Sequence[int], int]]  # for each page the blocks of its chunk, and its address
 Problem = Callable[[str, Exception], None]
 
 
 class GroupBlockCopies(Protocol):
-    """The KV blocks of a group on one worker. Several mover threads call it at once."""
+    """Copies to and from the KV blocks of a group on one worker. Several mover threads copy at once."""
 
     def gather(self, pages: Pages) -> None:
-        """Copy chunks' blocks to their pages. All copies are complete when it returns."""
+        """Copy the blocks of chunks to pages. All copies are complete when the method returns."""
 
     def scatter(self, pages: Pages) -> None:
-        """Copy pages to their chunks' blocks, except blocks that are 0. All copies are complete when it
+        """Copy pages to the blocks of chunks, except block 0. All copies are complete when the method
         returns."""
 
     def computed(self) -> None:
-        """Make later copies wait for this step's writes. Called on the model's thread, in each step with
-        loads or saves."""
+        """Make later copies wait until the model's kernels of this step have run. Called on the model's
+        thread, in each step with loads or saves."""
 
     def share(self, pin: Pin) -> None:
-        """Prepare a newly mapped arena for the device of the blocks, if they are on one."""
+        """Register a newly mapped arena with the device of the blocks, if they are in device memory."""
 
 
-class HostBlocks:
-    """KV tensors in host memory."""
+class InHostMemory:
+    """The methods of :class:`GroupBlockCopies` that KV tensors in host memory do not need."""
+
+    def computed(self) -> None:
+        """Do nothing: the processor computes in order."""
+
+    def share(self, pin: Pin) -> None:
+        """Do nothing: the processor can address every arena."""
+
+
+class HostBlocks(InHostMemory):
+    """The KV blocks of a group in host memory."""
 
     def __init__(self, layout: PageLayout) -> None:
-        # Planes with one run size are copied together: adjacent pieces become one copy.
+        # Planes with equal run size are copied in one call, which merges adjacent runs.
         places = zip(layout.planes, layout.offsets, strict=True)
         self._sized = [(run, list(each)) for run, each in itertools.groupby(places, lambda p: p[0].run_bytes)]
 
@@ -54,7 +64,7 @@ class HostBlocks:
                     for at, block in enumerate(chunk)
                 ),
                 run,
-                read_next=True,  # for the checksum
+                read_next=True,  # the checksum reads the copied bytes
             )
 
     def scatter(self, pages: Pages) -> None:
@@ -70,16 +80,10 @@ class HostBlocks:
                 run,
             )
 
-    def computed(self) -> None:
-        """Do nothing: the processor computes in order."""
-
-    def share(self, pin: Pin) -> None:
-        """Do nothing: the processor reaches every arena."""
-
 
 class SavedBlocks:
-    """The source of a save: page ``i`` consists of the blocks of chunk ``i``. Pages whose copy raised are not
-    stored."""
+    """The source of a save: page ``i`` consists of the blocks of chunk ``i``. If a copy raises, its pages are
+    not stored."""
 
     def __init__(self, blocks: GroupBlockCopies, chunks: Chunks, problem: Problem) -> None:
         self._blocks = blocks
@@ -87,11 +91,11 @@ class SavedBlocks:
         self._problem = problem
 
     def copy(self, pages: Sequence[tuple[int, int]], page_bytes: int) -> list[int | None]:
-        """Copy all pages in one call: each hand-over of the GIL delays the model's thread."""
+        """Copy all pages in one call, because each switch of the GIL delays the model's thread."""
         addresses = [address for _, address in pages]
         try:
             self._blocks.gather([(self._chunks[position], address) for position, address in pages])
-        except Exception as error:  # noqa: BLE001  # no error of a driver may end the mover's task
+        except Exception as error:  # noqa: BLE001  # a driver's error must not end the mover's task
             self._problem("copying from KV blocks", error)
             return [None] * len(pages)
         return list(copying.hash_all(addresses, page_bytes))
@@ -103,8 +107,8 @@ class SavedBlocks:
 
 
 class LoadedBlocks:
-    """The target of a load: page ``first + i`` goes to the blocks of chunk ``i``. ``failed`` is True after a
-    copy raised; then none of the loaded pages may be used."""
+    """The target of a load: page ``first + i`` is copied to the blocks of chunk ``i``. ``failed`` is True
+    after a copy raised; then none of the loaded pages may be used."""
 
     def __init__(self, blocks: GroupBlockCopies, chunks: Chunks, first: int, problem: Problem) -> None:
         self._blocks = blocks
@@ -116,13 +120,13 @@ class LoadedBlocks:
     def write(self, pages: Sequence[tuple[int, int]]) -> None:
         try:
             self._blocks.scatter([(self._chunks[at - self._first], address) for at, address in pages])
-        except Exception as error:  # noqa: BLE001  # no error of a driver may end the mover's thread
+        except Exception as error:  # noqa: BLE001  # a driver's error must not end the mover's thread
             self.failed = True
             self._problem("copying to KV blocks", error)
 
 
 def valid_blocks(chunks: Chunks, num_blocks: int, per_chunk: int) -> bool:
-    """Return whether all of these blocks exist: a wrong number must not become a wrong address."""
+    """Return whether all block numbers are valid and each chunk has ``per_chunk`` of them."""
     return all(
         len(chunk) == per_chunk and all(NULL_BLOCK <= block < num_blocks for block in chunk)
         for chunk in chunks

@@ -1,19 +1,19 @@
-// Copy a page's blocks between vLLM's KV tensors and a page in GPU memory, in one launch. vLLM's default layout has
-// two planes per layer, so a page of 32 layers consists of hundreds of pieces of a few KiB.
+// Copy a page's blocks between vLLM's KV tensors and a page in GPU memory, in one launch. A piece is the part of
+// one block in one plane (see layout.py): a page of 32 layers has hundreds of pieces of a few KiB.
 //
-// One warp per piece, 4 x 16 bytes in flight per lane. Any grid and any block of whole warps: the pieces are
-// distributed over them. Addresses, strides and sizes are multiples of 16.
+// One warp copies a piece, with 4 x 16 bytes in flight per lane. The grid may have any size, and a CUDA block any
+// number of whole warps. Addresses, strides and sizes are multiples of 16 bytes.
 
 __global__ void __launch_bounds__(512)
-    copy_blocks(const unsigned long long* __restrict__ planes,  // [planes][4]: address, stride of blocks, bytes of a
-                                                                // block, where the plane begins in the page
+    copy_blocks(const unsigned long long* __restrict__ planes,  // [planes][4]: address, bytes between two blocks,
+                                                                // bytes per block, offset of the plane in the page
                 const int* __restrict__ blocks,                 // [count], the blocks of the page
                 unsigned char* page, int num_planes, int count, int into_page) {
   const int lane = threadIdx.x % 32, warps = gridDim.x * (blockDim.x / 32);
   for (int piece = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; piece < num_planes * count; piece += warps) {
     const unsigned long long* const plane = planes + piece / count * 4;
     const int at = piece % count, block = blocks[at];
-    if (!into_page && block == 0) continue;  // vLLM's null block has no data
+    if (!into_page && block == 0) continue;  // block 0 is vLLM's placeholder for "no block"
     uint4* const theirs = reinterpret_cast<uint4*>(plane[0] + block * plane[1]);
     uint4* const ours = reinterpret_cast<uint4*>(page + plane[3] + at * plane[2]);
     const uint4* const source = into_page ? theirs : ours;

@@ -1,16 +1,17 @@
 """KV blocks in a GPU's memory, copied to and from the daemon's arena on separate streams.
 
-**This has not run on a GPU yet.** The order of the queued operations is tested with a driver that delays,
-reorders and corrupts copies as far as CUDA allows.
+**This module has not run on a GPU yet.** Tests check the order of the queued operations with a simulated
+driver that delays, reorders and corrupts copies as far as CUDA allows.
 
-A save must not read a block before the step that fills it has run. A load must not write a block that its
-previous owner's step still uses. So each step with loads or saves records an event on the computing stream,
-and the copies wait for that event on their streams. The reverse needs no event: a copy returns when its bytes
-are in place, and vLLM uses a loaded block only in a later step.
+A save must not read a block before the step that fills the block has run. A load must not write a block while
+a step of the block's previous request still uses it. So each step with loads or saves records an event on the
+model's stream, and the copies wait for this event on their own streams. The model's stream need not wait for
+copies: a copy call returns when its bytes are in place, and vLLM uses a loaded block only in a later step.
 
-If a block's bytes lie in large pieces (vLLM's layouts with all layers of a block side by side), the copy
-engines move them directly between blocks and arena, in one call per page. The engines are slow with small
-pieces. A kernel collects these in a page in GPU memory (``pieces.py``), which is then copied as one piece.
+A piece is a contiguous part of a block. If the pieces are large, as in vLLM's layouts with all layers of a
+block side by side, the GPU's copy engines move them directly between blocks and arena, in one call per page.
+The copy engines are slow with small pieces. So a kernel collects small pieces in a page in GPU memory
+(``pieces.py``), and this page is copied as a whole.
 """
 
 from __future__ import annotations
@@ -42,27 +43,30 @@ from tierstore_connectors.vllm.pieces import (
 )
 
 LEAST_PIECE = 64 << 10
-"""Bytes. Smaller pieces are collected. On an H100 a batch of copies to the device reached 39-52 GB/s with
-pieces of 64 KiB, 27-44 with 28 KiB and 4-7 below 24 KiB (vllm-project/vllm, pull request 42212)."""
+"""Bytes. Smaller pieces are collected by a kernel. On an H100, batched copies to the device reached 39-52
+GB/s with pieces of 64 KiB, 27-44 GB/s with 28 KiB and 4-7 GB/s below 24 KiB (vllm-project/vllm, pull request
+42212)."""
 
 OnStream = Callable[[Stream, Callable[[], None]], None]
-"""Call a function with a stream as torch's current one."""
+"""Call a function while a stream is torch's current stream."""
 
 
 class CopyMethod(Protocol):
-    """A way to copy a page between a chunk's blocks and ``address`` in host memory, as the next operation on
-    a stream. Only one thread at a time uses a stream."""
+    """Queues copies between a chunk's blocks and the page at ``address`` in host memory on a stream. Only one
+    thread at a time uses a stream."""
 
-    def down(self, stream: Stream, chunk: Sequence[int], address: int) -> None: ...
+    def down(self, stream: Stream, chunk: Sequence[int], address: int) -> None:
+        """Copy from the blocks to the page."""
 
     def up(self, stream: Stream, chunk: Sequence[int], address: int) -> None:
-        """Copy to the blocks, except blocks that are 0."""
+        """Copy from the page to the blocks, except block 0."""
 
 
 class DeviceBlocks:
-    """KV tensors in the memory of a device. ``computing`` returns the stream that the model runs on.
+    """The KV blocks of a group in device memory. ``computing`` returns the stream that the model runs on.
 
-    Copies raise :class:`~tierstore.tiers.device.DeviceError`. No copy is in flight when one raises.
+    :meth:`gather` and :meth:`scatter` raise :class:`~tierstore.tiers.device.DeviceError` after all queued
+    copies have ended.
     """
 
     def __init__(self, reach: Reach, method: CopyMethod, computing: Callable[[], Stream]) -> None:
@@ -70,7 +74,7 @@ class DeviceBlocks:
         self._device = reach.device
         self._method = method
         self._computing = computing
-        self._computed: Event | None = None  # the latest; replaced atomically
+        self._computed: Event | None = None  # the last step's; replaced atomically
         self._idle: queue.SimpleQueue[Stream] = queue.SimpleQueue()  # one per copying thread
 
     def computed(self) -> None:
@@ -95,13 +99,13 @@ class DeviceBlocks:
                 self._device.wait(stream, computed)
             for chunk, address in pages:
                 put(stream, chunk, address)
-        finally:  # also after an error: no slot may be reused while it is written
+        finally:  # also after an error: no slot may be reused while a copy writes it
             self._device.synchronize(self._device.record(stream))
             self._idle.put(stream)
 
 
 class DirectCopy:
-    """Copy each piece on its own between its block and its place in the page."""
+    """Copies each piece separately between its block and its offset in the page."""
 
     def __init__(self, layout: PageLayout, reach: Reach) -> None:
         self._reach = reach
@@ -126,7 +130,7 @@ class DirectCopy:
         self._copy(stream, pieces, places, sizes, SourceOrder.ANY, address)
 
     def _ends(self, chunk: Sequence[int], address: int) -> tuple[Addresses, Addresses, Addresses]:
-        """Return each piece's address in its block, its address in the page, and its bytes."""
+        """Return for each piece its address in device memory, its address in the page, and its size."""
         blocks = np.array(chunk, np.uint64)
         there = blocks != NULL_BLOCK
         at = np.arange(len(chunk), dtype=np.uint64)[there]
@@ -151,8 +155,8 @@ class DirectCopy:
 
 
 class StagedCopy:
-    """Collect the pieces in a page in the device's memory, one page per stream. The KV tensors are on
-    ``torch_device``."""
+    """Copies through a page in device memory, one page per stream, which ``pieces`` fills and distributes.
+    The KV tensors are on ``torch_device``."""
 
     def __init__(
         self,
@@ -181,10 +185,10 @@ class StagedCopy:
 
     def _page(self, stream: Stream) -> tuple[int, torch.Tensor]:
         if stream not in self._pages:
-            # Not from torch's allocator, which may reuse memory that another stream still uses.
+            # torch's allocator could hand the page out again while another stream still uses it.
             start = self._device.allocate(self._nbytes)
             view = self._device.view(start, (self._nbytes,))
-            # At the interpreter's exit the driver may already be gone: do not call it then.
+            # At the interpreter's exit the driver may be unloaded already, so the page is not freed then.
             weakref.finalize(self, self._device.free, start).atexit = False
             self._pages[stream] = start, torch.as_tensor(view, device=self._torch_device)
         return self._pages[stream]
@@ -199,8 +203,8 @@ def make_blocks(
     on_stream: OnStream,
     launch: Launch | None = None,
 ) -> DeviceBlocks:
-    """Return the blocks of ``tensors``, which ``layout`` describes, with the copy method that suits them.
-    ``launch`` launches ``copy_blocks.cu``; None if it cannot be launched."""
+    """Return the blocks of ``tensors``, which ``layout`` describes, with the copy method for their piece
+    size. ``launch`` launches ``copy_blocks.cu``; None if the kernel cannot be launched."""
     method: CopyMethod = DirectCopy(layout, reach)
     if min(plane.run_bytes for plane in layout.planes) < LEAST_PIECE:
         on = tensors[0].device
@@ -228,8 +232,9 @@ def make_shared_blocks(
     computing: Callable[[], Stream],
     on_stream: OnStream,
 ) -> DeviceBlocks:
-    """Return the blocks of ``tensors`` (by layer) as those of pages that engines share: see
-    :class:`~tierstore_connectors.common.shared_pages.BlockConverter`. Torch converts them on the device."""
+    """Return the blocks of ``tensors`` (by layer) for pages that engines share, which torch converts on the
+    device. The arguments are described in
+    :class:`~tierstore_connectors.common.shared_pages.BlockConverter`."""
     pieces = SharedPieces(layout, blocks, source, tensors)
     on = next(iter(tensors.values())).device
     page_bytes = KVSpec.parse(layout).page_bytes
@@ -237,8 +242,8 @@ def make_shared_blocks(
 
 
 class CudaBlocks:
-    """Make the blocks of KV tensors on one CUDA device. Raises :class:`~tierstore.tiers.device.DeviceError`
-    if its driver cannot be used."""
+    """Makes the :class:`DeviceBlocks` of KV tensors on one CUDA device. Raises
+    :class:`~tierstore.tiers.device.DeviceError` if the CUDA driver cannot be used."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -246,7 +251,7 @@ class CudaBlocks:
         self._launch = cupy_launch(device)
 
     def blocks(self, layout: PageLayout, tensors: Sequence[torch.Tensor]) -> DeviceBlocks:
-        """Return the blocks of a group."""
+        """Return the blocks of a group for vLLM's own pages."""
         return make_blocks(
             layout,
             tensors,
@@ -259,7 +264,7 @@ class CudaBlocks:
     def shared_blocks(
         self, layout: str, blocks: EngineBlocks, source: PartSource, tensors: Mapping[int, torch.Tensor]
     ) -> DeviceBlocks:
-        """Return the blocks of a group as those of pages that engines share."""
+        """Return the blocks of a group for pages that engines share."""
         return make_shared_blocks(
             layout,
             blocks,
@@ -282,11 +287,11 @@ class CudaBlocks:
 def plane_view(
     tensors: Sequence[torch.Tensor], address: int, block_stride: int, run_bytes: int, num_blocks: int
 ) -> torch.Tensor:
-    """Return a plane as a ``[blocks, run_bytes]`` view of the memory of one of ``tensors``."""
+    """Return a plane as a ``[blocks, run_bytes]`` view of the tensor that contains it."""
     for tensor in tensors:
         storage = tensor.untyped_storage()
         start = address - storage.data_ptr()
         if start >= 0 and start + (num_blocks - 1) * block_stride + run_bytes <= storage.nbytes():
             flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
             return flat.set_(storage, start, (num_blocks, run_bytes), (block_stride, 1))
-    raise ValueError("a plane lies outside of its tensors")
+    raise ValueError("a plane lies outside of all KV tensors")

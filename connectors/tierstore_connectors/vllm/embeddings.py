@@ -1,17 +1,20 @@
-"""Both halves of the connector for embeddings: the encoder's outputs for images and other media.
+"""The scheduler half and worker half of the connector for embeddings (encoder outputs of images, for
+example).
 
-An embedding is found by the processor's output
+An embedding is found by a hash of the processor's output
 (:class:`~tierstore_connectors.vllm.identity.MediaContents`). vLLM's name for the input is not used, because a
-client may choose it. The identity has the model, weights, versions and configuration, as for KV.
+client may choose the name. The embedding's identity contains the model, weights, versions and configuration,
+as for KV.
 
-* **The scheduler's half** looks up an embedding when vLLM asks whether a request can start. A thread loads
-  the bytes at once. The request waits for them, at most ``lookup_s`` plus ``load_s``. A promised embedding
-  cannot be taken back: a worker without it would end the engine. So the half promises only embeddings whose
-  bytes are in its process. The next step's message carries the bytes to the workers.
-* **The worker's half** puts the embeddings into vLLM's encoder cache. It also saves the encoder's outputs.
-  All tensor parallel ranks have the same embeddings, and the first rank saves them.
+* **The scheduler half** looks up an embedding when vLLM asks whether a request can start. A thread then loads
+  the bytes at once, and the request waits for them at most ``lookup_s`` plus ``load_s``. If a worker did not
+  get a promised embedding, the engine would end. So the scheduler half promises only embeddings whose bytes
+  are in its process. The next step's message carries the bytes to the workers.
+* **The worker half** puts loaded embeddings into vLLM's encoder cache, and saves the encoder's outputs. All
+  tensor-parallel ranks have the same embeddings, so only the first rank saves them.
 
-An engine that only encodes (``ec_producer``) loads no bytes. It does not encode inputs that the store has.
+An engine that only encodes (``ec_producer``) loads no embeddings, but skips encoding inputs whose embedding
+is stored.
 """
 
 from __future__ import annotations
@@ -38,24 +41,24 @@ from tierstore_connectors.vllm.identity import MediaContents
 from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.orders import RENEW_S
 
-_MOST_HELD_BYTES = 256 << 20  # of embeddings that are being loaded, or that no step has taken yet
-_IDLE_WAIT_S = 0.002  # in a step without tokens: a step that does not wait takes the CPU from the loads
-_NO_MEDIA = "prompt_embeds"  # a modality that no encoder computes
+_MOST_HELD_BYTES = 256 << 20  # embeddings that are being loaded, or that no step has sent to workers yet
+_IDLE_WAIT_S = 0.002  # in a step without tokens; without a wait the steps would take CPU time from loads
+_NO_MEDIA = "prompt_embeds"  # the modality of inputs that a client has embedded itself
 _CLOSE_S = 2.0
 
 
 @dataclass(slots=True)
 class EncoderWork:
-    """The orders of one step, by vLLM's name of the input. ``loads`` are put into the encoder cache.
-    ``saves`` are saved when the encoder has computed them."""
+    """The orders of one step, by vLLM's names of the inputs. The embeddings in ``loads`` are put into the
+    encoder cache. The embeddings in ``saves`` are saved when the encoder has computed them."""
 
     loads: dict[str, torch.Tensor] = field(default_factory=dict)
     saves: dict[str, EmbeddingKey] = field(default_factory=dict)
 
 
 class EmbeddingStores:
-    """The stores of one process, one for each kind of embedding. After a change of weights, the earlier
-    stores are closed, because a daemon limits the identities of a client."""
+    """The stores of one process, one for each identity. After a change of weights, the stores of earlier
+    identities are closed, because a daemon limits a client's number of identities."""
 
     def __init__(self, settings: EncoderSettings, errors: ErrorLog, counters: ConnectorCounters) -> None:
         self._settings = settings
@@ -65,7 +68,7 @@ class EmbeddingStores:
         self._stores: dict[Identity, GuardedStore] = {}
 
     def of(self, identity: Identity) -> GuardedStore:
-        """Return the store for these embeddings. Open it at the first call. Raise
+        """Return the store for embeddings of ``identity``, which the first call opens. Raise
         :class:`~tierstore.errors.UsageError` for an invalid address."""
         with self._lock:
             if identity not in self._stores:
@@ -100,15 +103,16 @@ class EmbeddingStores:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """The answer for an embedding that the store has. ``embedding`` is None in an engine that loads
-    nothing."""
+    """The result of a lookup that found an embedding. ``embedding`` is None in an engine that only
+    encodes."""
 
     embedding: torch.Tensor | None
 
 
 @dataclass(slots=True)
 class _Input:
-    """An input that was looked up. ``promised`` is set when vLLM was told that the store has it."""
+    """An input that was looked up. ``promised`` is True after :meth:`EncoderScheduler.has` returned True for
+    it."""
 
     key: EmbeddingKey
     ends: float
@@ -117,16 +121,17 @@ class _Input:
     promised: bool = False
 
     def miss(self) -> None:
-        """Replace the answer by a miss. Waiting requests do not look the input up again."""
+        """Replace the answer by a miss. Requests that wait for the input do not look it up again."""
         self.answer = Future()
         self.answer.set_result(None)
 
 
 class EncoderScheduler:
-    """The scheduler's half; see the module. It is called from the scheduler's thread.
+    """The scheduler half; see the module. The half is called from the scheduler's thread.
 
-    ``identity_of`` returns the identity of a modality's embeddings. ``adapters`` says whether LoRA adapters
-    change embeddings. Then requests with an adapter do not use the store. Requests and features are vLLM's.
+    ``identity_of`` returns the identity of a modality's embeddings. If ``adapters`` is True, LoRA adapters
+    change embeddings, so requests with an adapter do not use the store. Arguments named ``request`` are
+    vLLM's ``Request``.
     """
 
     def __init__(
@@ -153,14 +158,14 @@ class EncoderScheduler:
         self._media = MediaContents()
         self._stores = EmbeddingStores(settings, errors, counters)
         self._looking = ThreadPoolExecutor(1, thread_name_prefix="tierstore-embeddings")
-        self._keys: dict[str, dict[int, EmbeddingKey | None]] = {}  # by request and place in it
-        self._inputs: dict[str, _Input] = {}  # by vLLM's name, until a step takes them
+        self._keys: dict[str, dict[int, EmbeddingKey | None]] = {}  # by request id and index of the input
+        self._inputs: dict[str, _Input] = {}  # by vLLM's name, until a step sends their orders
         self._cached: set[str] = set()  # names of the inputs in vLLM's own encoder cache
         self._work = EncoderWork()
 
     def connect(self, modalities: Iterable[str]) -> None:
-        """Connect to the daemon, so that the first request need not wait. Raise
-        :class:`~tierstore.errors.UsageError` for an invalid address."""
+        """Connect to the daemon for embeddings of ``modalities``, so that the first request need not wait.
+        Raise :class:`~tierstore.errors.UsageError` for an invalid address."""
         for modality in modalities:
             self._stores.of(self._identity_of(modality))
 
@@ -168,11 +173,12 @@ class EncoderScheduler:
         self._looking.shutdown(wait=False, cancel_futures=True)
         self._stores.close()
 
-    # -- vLLM's questions ----------------------------------------------------------------------------
+    # -- calls from vLLM -----------------------------------------------------------------------------
 
     def ready(self, request: Any, computed: int) -> bool:
-        """Return whether a request can start: no lookup of an input behind its first ``computed`` tokens is
-        under way. Look up the inputs that are neither in vLLM's cache nor known."""
+        """Return whether a request can start: no lookup of an input after the request's first ``computed``
+        tokens may be in progress. Look up inputs that are not in vLLM's encoder cache and were not
+        looked up before."""
         ready = True
         for at, feature in enumerate(request.mm_features):
             place, name = feature.mm_position, feature.identifier
@@ -182,13 +188,14 @@ class EncoderScheduler:
             known = self._inputs.get(name)
             if known is None:
                 known = self._look_up(name, key) if key is not None else None
-            elif known.key != key:  # the name stands for two inputs: neither may get the other's embedding
+            elif known.key != key:  # two inputs have this name, so neither may get the stored embedding
                 known.miss()
             ready = ready and (known is None or not self._waits(known))
         return ready
 
     def has(self, name: str) -> bool:
-        """Return whether an embedding need not be computed."""
+        """Return whether the store has the embedding of the input ``name``, so that vLLM need not compute
+        it."""
         known = self._inputs.get(name)
         if known is None or not known.answer.done():
             return False
@@ -196,8 +203,8 @@ class EncoderScheduler:
         return known.promised
 
     def allocated(self, request: Any, at: int) -> None:
-        """Order the load of an input's embedding if it was promised. Otherwise order its save, after it is
-        computed."""
+        """Order the load of an input's embedding if :meth:`has` returned True for it, otherwise the save of
+        the computed embedding. ``at`` is the input's index in the request."""
         name = request.mm_features[at].identifier
         self._cached.add(name)
         known = self._inputs.pop(name, None)
@@ -213,7 +220,7 @@ class EncoderScheduler:
             self._work.saves[name] = key
 
     def work(self, scheduler_output: Any) -> EncoderWork:
-        """Return the orders of a step. If the step computes no tokens, first wait shortly for an answer."""
+        """Return the orders of a step. If the step computes no tokens, first wait up to 2 ms for a lookup."""
         self._cached.difference_update(scheduler_output.free_encoder_mm_hashes)
         if self._inputs and not scheduler_output.total_num_scheduled_tokens:
             wait([known.answer for known in self._inputs.values()], _IDLE_WAIT_S, FIRST_COMPLETED)
@@ -221,7 +228,7 @@ class EncoderScheduler:
         return work
 
     def finished(self, request: Any) -> None:
-        """Forget a request."""
+        """Forget a request that has ended, and the lookups of its inputs."""
         for at, key in self._keys.pop(request.request_id, {}).items():
             name = request.mm_features[at].identifier
             known = self._inputs.get(name)
@@ -229,16 +236,16 @@ class EncoderScheduler:
                 del self._inputs[name]
 
     def forget_everything(self, epoch: str) -> None:
-        """Stop finding embeddings that were saved before, because the weights may have changed."""
+        """Stop finding embeddings that were saved earlier, because the weights may have changed."""
         self._epoch = epoch
         self._keys.clear()
         self._inputs.clear()
         self._cached.clear()
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- lookups -------------------------------------------------------------------------------------
 
     def _key(self, request: Any, at: int) -> EmbeddingKey | None:
-        """Return the key of an input of a request; None if the store is not used for it."""
+        """Return the key of an input of a request, or None if the input does not use the store."""
         known = self._keys.setdefault(request.request_id, {})
         if at not in known:
             known[at] = self._new_key(request, at)
@@ -257,7 +264,7 @@ class EncoderScheduler:
         return EmbeddingKey(identity, content, request.get_num_encoder_embeds(at))
 
     def _look_up(self, name: str, key: EmbeddingKey) -> _Input | None:
-        """Start the lookup of an input. Return None if there is no room for its embedding."""
+        """Start the lookup of an input. Return None if too many bytes of embeddings are held already."""
         nbytes = key.rows * key.shape[1] * key.dtype.itemsize if self._loads else 0
         held = sum(known.nbytes for known in self._inputs.values())
         if held and held + nbytes > _MOST_HELD_BYTES:
@@ -268,7 +275,7 @@ class EncoderScheduler:
         return known
 
     def _find(self, key: EmbeddingKey) -> _Held | None:
-        """Find an embedding, here or on other hosts, and load it. Runs on the thread for lookups."""
+        """Look up an embedding, on this host or other hosts, and load it. Called on the lookup thread."""
         store, prompt = self._stores.of(key.identity), key.prompt
         hit = store.find(prompt)
         if hit is not None and not hit.tokens and hit.remote_tokens:
@@ -284,7 +291,7 @@ class EncoderScheduler:
         return _Held(embedding_of(pages, key)) if tokens == len(prompt) else None
 
     def _waits(self, known: _Input) -> bool:
-        """Return whether a lookup is still under way. A lookup that missed its deadline becomes a miss."""
+        """Return whether a lookup is still in progress. A lookup after its deadline becomes a miss."""
         if known.answer.done():
             return False
         if self._clock() < known.ends:
@@ -294,7 +301,7 @@ class EncoderScheduler:
         return False
 
     def _found(self, known: _Input) -> _Held | None:
-        """Return the answer for an input, after it has arrived."""
+        """Return the result of an input's completed lookup."""
         error = known.answer.exception()
         if error is not None:
             self._errors.caught("looking up an embedding", error)
@@ -303,7 +310,7 @@ class EncoderScheduler:
 
 
 class EncoderWorker:
-    """The worker's half; see the module. ``saves`` says whether this worker saves computed embeddings."""
+    """The worker half; see the module. ``saves`` says whether this worker saves computed embeddings."""
 
     def __init__(
         self, settings: EncoderSettings, errors: ErrorLog, counters: ConnectorCounters, *, saves: bool

@@ -1,8 +1,8 @@
-"""The connector for embeddings, as vLLM loads it. It calls its two halves (``embeddings.py``) and catches
-their errors. After an error, vLLM encodes the input itself.
+"""The class of the connector for embeddings, which vLLM loads. The class calls the scheduler half or the
+worker half (``embeddings.py``) and catches errors. After an error, vLLM encodes the input itself.
 
-vLLM creates one object in its scheduler's process and one in each worker, as for the KV connector. The
-scheduler's half knows the identity of embeddings. The workers receive it with the orders.
+As for KV, vLLM creates one connector object in its scheduler's process and one in each worker process. The
+scheduler half makes the identities of embeddings, and sends them to the workers with its orders.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tierstore.sizing import embedding_worth
 from tierstore.spec import KVSpec
 from tierstore_connectors.common.counters import ConnectorCounters, added
 from tierstore_connectors.common.facts import host_device
-from tierstore_connectors.common.guard import ErrorLog, guarded
+from tierstore_connectors.common.guard import ErrorLog, guarded, nothing
 from tierstore_connectors.vllm.config import EncoderSettings
 from tierstore_connectors.vllm.embeddings import EncoderScheduler, EncoderWork, EncoderWorker
 from tierstore_connectors.vllm.identity import model_digest, weights_revision
@@ -37,14 +37,14 @@ from tierstore_connectors.vllm.layout import UnsupportedError
 from tierstore_connectors.vllm.metrics import PREFIX, CounterMetrics, CounterStats
 from tierstore_connectors.vllm.watch import ChangeWatcher, watch_engines
 
-# Counters of both halves, exported as ``vllm:tierstore_encoder_found`` and so on.
+# Counters of both halves, exported with the prefix ``vllm:tierstore_encoder_``.
 _COUNTERS = {
-    "lookups": "Inputs looked up, such as images",
-    "found": "Inputs found in the store, and not encoded",
+    "lookups": "Inputs, such as images, that were looked up",
+    "found": "Inputs whose embedding was found in the store, so that they were not encoded",
     "loaded_bytes": "Bytes of embeddings loaded",
     "late_lookups": "Lookups of embeddings that missed the deadline",
-    "failed_loads": "Embeddings that were found, could not be loaded, and were computed",
-    "saved_tokens": "Rows of embeddings saved, in whole pages",
+    "failed_loads": "Embeddings that were found but could not be loaded, so that they were computed",
+    "saved_tokens": "Rows of embeddings saved",
     "not_saved_tokens": "Rows of embeddings that could not be stored",
     "errors": "Errors caught by the connector",
 }
@@ -52,7 +52,7 @@ _log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that 
 
 
 class EncoderStats(CounterStats, ECConnectorStats):
-    """Counters since the last step, or summed over several steps and workers."""
+    """Counters of the connector for embeddings. vLLM finds the class through its base class."""
 
 
 class EncoderMetrics(CounterMetrics, ECConnectorPromMetrics):
@@ -64,28 +64,24 @@ class EncoderMetrics(CounterMetrics, ECConnectorPromMetrics):
 
 @dataclass
 class EncoderMetadata(ECConnectorMetadata):
-    """Carry the scheduler's orders to the workers, with each step."""
+    """The orders of the scheduler half to the workers for one step."""
 
     work: EncoderWork
 
 
 @dataclass
 class EncoderReport(ECConnectorWorkerMetadata):
-    """Carry a worker's counters back to the scheduler."""
+    """The counters of a worker, which the worker sends to the scheduler's process."""
 
     counts: dict[str, float]
 
     def aggregate(self, other: ECConnectorWorkerMetadata) -> ECConnectorWorkerMetadata:
-        assert isinstance(other, EncoderReport), "one connector's reports only"
+        assert isinstance(other, EncoderReport), "the other report must come from this connector, too"
         return EncoderReport(added(self.counts, other.counts))
 
 
-def _nothing(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Return None, as an empty cache does."""
-
-
 class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
-    """The connector for embeddings in a tierstore daemon. See the module ``embeddings``."""
+    """The connector that keeps embeddings in a tierstore daemon; see ``embeddings.py``."""
 
     def __init__(self, vllm_config: Any, role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
@@ -99,7 +95,7 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
 
     # -- both halves ---------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def _open(self) -> None:
         config = self._vllm_config
         try:
@@ -127,7 +123,7 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
         except (TierStoreError, UnsupportedError) as error:
             self.errors.warn("the start", f"runs without the cache of embeddings: {error}")
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def shutdown(self) -> None:
         scheduler, self._scheduler = self._scheduler, None
         worker, self._worker = self._worker, None
@@ -140,9 +136,9 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
             self.counters.add("errors", errors)
         return self.counters.take()
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def get_ec_connector_stats(self) -> EncoderStats | None:
-        """Return the counters of the scheduler's half, with those that the workers have reported."""
+        """Return the sums of the scheduler half's counters and the workers' reported counters."""
         counts = self._counts() if self._role is ECConnectorRole.SCHEDULER else {}
         return EncoderStats(counts) if counts else None
 
@@ -156,15 +152,15 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
     ) -> EncoderMetrics:
         return EncoderMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
-    # -- the worker's half -----------------------------------------------------------------------------
+    # -- the worker half ------------------------------------------------------------------------------
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def start_load_caches(self, encoder_cache: dict[str, Any], **kwargs: Any) -> None:
         work = self._work()
         if work is not None and work.loads and self._worker is not None:
             self._worker.load(work, encoder_cache, _device())
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def save_caches(self, encoder_cache: dict[str, Any], mm_hash: str, **kwargs: Any) -> None:
         work = self._work()
         if work is not None and self._worker is not None:
@@ -172,14 +168,14 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
 
     @guarded(lambda self, finished_req_ids: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """In an engine that only encodes, wait for the saves of a step, because the next engine asks for them
-        at once. Other engines do not wait."""
+        """In an engine that only encodes, wait for the saves of a step, because the engine that uses the
+        embeddings looks them up at once. Engines that also load embeddings do not wait."""
         work = self._work()
         if not self.is_consumer and work is not None and work.saves and self._worker is not None:
             self._worker.wait_saved(self._settings.load_s)
         return None, None
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def build_connector_worker_meta(self) -> EncoderReport | None:
         counts = self._counts()
         return EncoderReport(counts) if counts else None
@@ -188,10 +184,10 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
         metadata = self._connector_metadata
         return metadata.work if isinstance(metadata, EncoderMetadata) else None
 
-    # -- the scheduler's half ----------------------------------------------------------------------------
+    # -- the scheduler half -----------------------------------------------------------------------------
 
     def _trusted(self) -> EncoderScheduler | None:
-        """Return the scheduler's half. First make it forget embeddings that may belong to other weights."""
+        """Return the scheduler half. If the weights may have changed, first make it forget all embeddings."""
         if self._changed and self._scheduler is not None:
             self._scheduler.forget_everything(uuid.uuid4().hex)
         self._changed = False
@@ -210,7 +206,7 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
         scheduler = self._trusted()
         return scheduler is not None and scheduler.has(identifier)
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def update_state_after_alloc(self, request: Any, index: int) -> None:
         if self._scheduler is not None:
             self._scheduler.allocated(request, index)
@@ -220,7 +216,7 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
         scheduler = self._scheduler
         return EncoderMetadata(scheduler.work(scheduler_output) if scheduler is not None else EncoderWork())
 
-    @guarded(_nothing)
+    @guarded(nothing)
     def update_connector_output(self, connector_output: Any) -> None:
         report = connector_output.ec_connector_worker_meta
         if isinstance(report, EncoderReport):
@@ -235,9 +231,8 @@ class TierStoreECConnector(ChangeWatcher, ECConnectorBase):
 
 
 def _identities(config: Any, settings: EncoderSettings) -> Callable[[str], Identity]:
-    """Return a function that returns the identity of a modality's embeddings. Their width is the one that
-    vLLM has measured. Engines that do not encode measure none, and use the width of the language model's
-    inputs."""
+    """Return a function that returns the identity of a modality's embeddings. An embedding has the width that
+    vLLM has measured, or in engines that do not encode the width of the language model's inputs."""
     sampled = settings.hash_weights == "sample"
     weights = weights_revision(config, settings.namespace, sampled=sampled)
     model = model_digest(config, vllm.__version__, [], _device_name(), settings.namespace, os.environ)
@@ -255,8 +250,8 @@ def _identities(config: Any, settings: EncoderSettings) -> Callable[[str], Ident
 
 
 def _is_first_rank() -> bool:
-    """Return whether this worker is the first of its tensor parallel group, whose workers have the same
-    embeddings."""
+    """Return whether this worker is the first of its tensor-parallel group. All workers of the group compute
+    the same embeddings."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return bool(get_tp_group().rank_in_group == 0)

@@ -1,12 +1,13 @@
 """The fields of vLLM's configuration that do not change KV.
 
-**Every field counts unless it is listed here.** A newer vLLM may have a field that this list lacks. Engines
-with different values of it then share no pages, which costs hits but never makes an answer wrong. A field may
-be listed only if the bytes of a KV block do not depend on it. Such fields are names and addresses, sizes of
-memory and of batches, the treatment of tokens after the model, and fields that vLLM derives from counted
-ones.
+**A field that is not listed here counts for a page's identity.** For example, a newer vLLM may have an
+unlisted field. Engines with different values of the field then share no pages, which costs hits but never
+makes an output wrong. A field may be listed only if the bytes of a KV block do not depend on it. The listed
+fields are names and addresses, sizes of memory and of batches, options for sampling and output, and fields
+that vLLM derives from counted fields.
 
-Rounding is no reason to count a field: vLLM's own cache serves blocks of any batch to any other.
+A field that only changes rounding, such as the batch size, may be listed: vLLM's own prefix cache also reuses
+blocks across batches.
 """
 
 from __future__ import annotations
@@ -14,10 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-
-def words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from tierstore_connectors.common.facts import words
 
 HARMLESS: Mapping[str, frozenset[str]] = {
     cls: words(names)
@@ -26,9 +24,9 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             instance_id kv_transfer_config kv_events_config observability_config logging_config
             profiler_config structured_outputs_config reasoning_config watermark_config aux_output_config
             weight_transfer_config offload_config shutdown_timeout
-            quant_config""",  # derived from the model's configuration, files and `quantization_config`
-        # `weights_revision` covers the files or commit of the model, its weights and its tokenizer.
-        # `identity.py` covers the seed and the lengths.
+            quant_config""",  # vLLM derives `quant_config` from counted fields and files
+        # `weights_revision` counts the files or commit of the model, its weights and its tokenizer.
+        # `identity.py` counts the seed and the lengths where KV depends on them.
         "ModelConfig": """
             model model_weights tokenizer revision hf_config_path seed max_model_len spec_target_max_model_len
             served_model_name hf_token allowed_local_media_path allowed_media_domains
@@ -40,15 +38,15 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             mm_processor_cache_gb mm_processor_cache_type mm_shm_cache_max_object_size_mb skip_mm_profiling
             mm_tensor_ipc mm_ipc_gpu_memory_gb mm_encoder_fp8_scale_save_path
             mm_encoder_fp8_scale_save_margin enable_mm_embeds allow_missing_mm_embeddings
-            mm_encoder_only""",  # the last two follow from the role of `--ec-transfer-config`
-        # The size of a block is in the layout and in the page size.
+            mm_encoder_only""",  # allow_missing_mm_embeddings and mm_encoder_only follow from `ec_role`
+        # The identity counts the block size through the page layout and page size.
         "CacheConfig": """
             block_size user_specified_block_size _block_size_resolved effective_attention_block_size
             hash_block_size cache_hit_alignment_tokens gpu_memory_utilization kv_cache_memory_bytes
             num_gpu_blocks_override num_gpu_blocks num_cpu_blocks kv_cache_size_tokens
             kv_cache_max_concurrency enable_prefix_caching prefix_cache_retention_interval
             kv_offloading_size kv_offloading_backend""",
-        # A worker's part of the model is in the identity separately (`Rank`).
+        # The identity counts a worker's part of the model separately (`Rank`).
         "ParallelConfig": """
             data_parallel_size data_parallel_size_local data_parallel_rank data_parallel_rank_local
             data_parallel_index data_parallel_master_ip data_parallel_rpc_port data_parallel_master_port
@@ -73,17 +71,18 @@ HARMLESS: Mapping[str, frozenset[str]] = {
             download_dir device use_tqdm_on_load pt_load_map_location safetensors_load_strategy
             safetensors_prefetch_num_threads safetensors_prefetch_block_size""",
         "KernelConfig": "enable_cutedsl_warmup enable_jit_warmup",
-        # `AdapterVersions` covers adapters.
+        # Chunk keys count an adapter's files (`AdapterVersions`).
         "LoRAConfig": """
             max_lora_rank max_loras max_cpu_loras specialize_active_lora max_lora_cls_labels""",
-        # The draft model's configuration counts like the model's, and so do its files and commit.
+        # The draft model's configuration, files and commit count like those of the model.
         "SpeculativeConfig": """
             model revision max_model_len target_model_config target_parallel_config draft_parallel_config
             prompt_lookup_max prompt_lookup_min suffix_decoding_max_tree_depth
             suffix_decoding_max_cached_requests suffix_decoding_max_spec_factor
             suffix_decoding_min_token_prob rejection_sample_method synthetic_acceptance_rates
             synthetic_acceptance_length draft_sample_method""",
-        # Sizes follow from the scheduler's. The last line has what vLLM records at run time.
+        # The listed sizes follow from the scheduler's sizes. The last three lines are recorded by vLLM at run
+        # time.
         "CompilationConfig": """
             debug_dump_path cache_dir local_cache_dir compile_cache_save_format compile_sizes
             compile_ranges_endpoints cudagraph_capture_sizes max_cudagraph_capture_size
@@ -106,7 +105,7 @@ _COUNTED_VARIABLES = re.compile(
 )
 _HARMLESS_VARIABLES = re.compile(
     r"""VLLM_(
-    # Addresses, names, ports, keys. Kubernetes sets NAME_SERVICE_HOST and NAME_PORT… for each service.
+    # Addresses, names, ports, keys. Kubernetes sets variables for each service, such as VLLM_PORT.
     (.*_)?SERVICE_(HOST|PORT.*)|(.*_)?PORT(_\d+_.*)?|.*HOST|HOST_IP|LOOPBACK_IP|API_KEY|DIST_IDENT
     |DP_.*|NIXL_.*|P2P_.*|EC_SIDE_.*|MOONCAKE_.*|RAY_.*|RPC_BASE_PATH|RANDOMIZE_DP_DUMMY_INPUTS
     |OBJECT_STORAGE_SHM_BUFFER_NAME|PROCESS_NAME_PREFIX|SERVER_DEV_MODE|GPU_NIC_PCIE_MAPPING
@@ -119,7 +118,7 @@ _HARMLESS_VARIABLES = re.compile(
     |MEDIA_FETCH_.*|MEDIA_LOADING_.*|MAX_N_SEQUENCES|MAX_COMPLETION_PROMPTS|MAX_STOP_STRINGS
     |MAX_NUM_BAD_WORDS|MAX_BAD_WORDS_TOTAL_TOKENS|RINGBUFFER_.*|MQ_.*|MSGPACK_.*|XGRAMMAR_CACHE_MB
     |CPU_KVCACHE_SPACE|CPU_OMP_THREADS_BIND|CPU_NUM_OF_RESERVED_CPU|V1_OUTPUT_PROC_CHUNK_SIZE
-    # How processes begin and end, and what serves them.
+    # Start and end of processes, compile caches, builds.
     |ENABLE_V1_MULTIPROCESSING|WORKER_MULTIPROC_METHOD|KEEP_ALIVE_.*|ENABLE_STARTUP_PLAN
     |USE_RAY_.*|ELASTIC_EP_.*|DISABLE_COMPILE_CACHE|COMPILE_CACHE_SAVE_FORMAT|FORCE_AOT_LOAD
     |ALLOW_RUNTIME_LORA_UPDATING|ALLOW_LONG_MAX_MODEL_LEN|SKIP_MODEL_NAME_VALIDATION|USE_MODELSCOPE
@@ -130,7 +129,7 @@ _HARMLESS_VARIABLES = re.compile(
 
 
 def counted_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
-    """Return the environment variables that may choose another kernel, with their values, sorted."""
+    """Return the environment variables that may influence the choice of kernels, as sorted (name, value)."""
     return sorted(
         (name, value)
         for name, value in environment.items()
@@ -138,8 +137,8 @@ def counted_variables(environment: Mapping[str, str]) -> list[tuple[str, str]]:
     )
 
 
-# Models and kinds of rotary embedding whose code in vLLM does not read `max_model_len`. "longrope" chooses
-# its factors by it, and Llama 4 the temperature of its attention.
+# Models and kinds of rotary embedding whose code in vLLM does not read `max_model_len`. In contrast,
+# "longrope" chooses its factors by `max_model_len`, and Llama 4 its attention temperature.
 ANY_LENGTH_MODELS = words(
     """
     LlamaForCausalLM MistralForCausalLM MixtralForCausalLM Qwen2ForCausalLM Qwen2MoeForCausalLM
@@ -151,15 +150,15 @@ _ANY_LENGTH_ROPES = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 def length_counts(architectures: list[str], shape: Mapping[str, object]) -> bool:
-    """Return whether KV may depend on ``max_model_len`` in a model with this configuration (as plain
-    values)."""
+    """Return whether KV may depend on ``max_model_len``. ``shape`` is the model's Hugging Face configuration
+    as plain values."""
     return not (
         architectures and ANY_LENGTH_MODELS.issuperset(architectures) and _ropes(shape) <= _ANY_LENGTH_ROPES
     )
 
 
 def _ropes(shape: object) -> set[str]:
-    """Return the kinds of rotary embedding that a configuration names, including nested configurations."""
+    """Return the kinds of rotary embedding in a configuration and its nested configurations."""
     if isinstance(shape, (list, tuple)):
         return set().union(*map(_ropes, shape))
     if not isinstance(shape, Mapping):

@@ -1,20 +1,19 @@
-"""The KV cache groups of a model, the blocks of requests in them, and the blocks of an order.
+"""The KV cache groups of a model, the block tables of requests, and the blocks of a load or save.
 
-A model whose layers are all alike has one group. Models with sliding windows or recurrent states have
-several. The groups share the pool of blocks, and a block belongs to one group at a time. Types are recognized
-by name, because they have moved between modules from version to version, and because the tests run without
-vLLM.
+A model whose layers are all alike has one KV cache group. Models with sliding windows or recurrent states
+have several groups. The groups share the pool of blocks, and a block belongs to one group at a time. The
+types of vLLM are recognized by name, because vLLM has moved them between modules, and tests run without vLLM.
 
-**States.** A block of a recurrent group holds one state. vLLM updates it in place while it computes. If a
-step ends at a block boundary, vLLM continues in another block. The earlier block then keeps the state *at*
-that boundary (``mamba_cache_mode: align``). vLLM names this block once, in the step that computes up to the
-boundary (``boundary_state_offloads``). The block may be read after that step.
+**States.** A block of a group of recurrent layers holds one state, which vLLM updates in place. If a step
+ends at a block boundary, vLLM continues in another block. The earlier block then keeps the state *at* that
+boundary (``mamba_cache_mode: align``). vLLM reports this block once, in the step that computes up to the
+boundary (``boundary_state_offloads``). The state may be saved after that step.
 
-The place in a block table does not tell when a state is complete, with one exception. If a request continues
-from a boundary, the last block before the boundary holds its state. vLLM reads that block in the request's
-first step.
+The position in a block table does not show whether a block's state is complete, with one exception. If a
+request continues from a boundary, the last block before the boundary holds the complete state, which vLLM
+reads in the request's first step.
 
-A load puts the state at the hit's end into the last block before that end, where vLLM reads it.
+A load writes the state at the hit's end into the last block before this end, where vLLM reads the state.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ from typing import Any
 from tierstore.groups import GroupRule, Past
 from tierstore.keys import LEAST_NAMED_TOKENS
 from tierstore_connectors.vllm.layout import UnsupportedError
-from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupBlocks, kept_by_name
+from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupBlocks
 
 BlockTable = Sequence[Sequence[int]]  # block numbers, by KV cache group
 
 _MIN_CHUNK_TOKENS = 64
 _FULL = frozenset({"FullAttentionSpec", "MLAAttentionSpec"})
 _WINDOW, _CHUNKED, _STATE = "SlidingWindowSpec", "ChunkedLocalAttentionSpec", "MambaSpec"
-_MIXED = "UniformTypeKVCacheSpecs"  # layers of one kind with different sizes
+_MIXED = "UniformTypeKVCacheSpecs"  # a group whose layers have the same type but different sizes
 
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """One KV cache group. ``number`` is its index in vLLM's block tables. ``rule`` says which pages a hit
-    needs. ``meaning`` describes the bytes of a block as far as neither its tensors nor the model's
-    configuration do. ``members`` are vLLM's groups, if several are one group here (:func:`joined`)."""
+    """One KV cache group. ``number`` is the group's index in vLLM's block tables. ``rule`` says which pages a
+    hit needs. ``meaning`` describes properties of a block's bytes that follow neither from the tensors nor
+    from the model's configuration. ``members`` are the groups of vLLM that :func:`joined` has united."""
 
     number: int
     layers: tuple[str, ...]
@@ -52,20 +51,20 @@ class CacheGroup:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Return the indices of its block tables."""
+        """Return the indices of the group's block tables."""
         return tuple(each.number for each in self.members) or (self.number,)
 
     @property
     def windowed(self) -> bool:
-        """Return whether vLLM drops blocks that no later token attends."""
+        """Return whether vLLM frees blocks that no later token attends to."""
         return self.rule.past in (Past.WINDOW, Past.CHUNK)
 
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """All groups of a model: a block table has ``count`` lists of blocks.
+    """All KV cache groups of a model. A request's block table has ``count`` lists of blocks.
 
-    Each of vLLM's block hashes covers ``hash_tokens`` tokens. ``chunk_tokens`` is a multiple of every group's
+    A block hash of vLLM covers ``hash_tokens`` tokens. ``chunk_tokens`` is a multiple of every group's
     block size.
     """
 
@@ -76,17 +75,17 @@ class Groups:
 
     @property
     def with_states(self) -> bool:
-        """Return whether a hit must end where there are states."""
+        """Return whether a hit needs a recurrent state at its end."""
         return any(group.rule.past is Past.STATE for group in self.groups)
 
     @property
     def with_names(self) -> bool:
-        """Return whether some group has named pages. A shorter hit may then need other pages."""
-        return any(kept_by_name(group.rule) for group in self.groups)
+        """Return whether a group's pages are found by name. If so, a shortened hit may need other pages."""
+        return any(not group.rule.chained for group in self.groups)
 
     def blocks_per_page(self, group: CacheGroup) -> int:
-        """Return the blocks of a page: those of a chunk in each block table, or one for the state at its
-        end."""
+        """Return the number of blocks in a page: the blocks of a chunk in each block table, or one block for
+        the recurrent state at the chunk's end."""
         if group.rule.past is Past.STATE:
             return 1
         return self.chunk_tokens // group.block_tokens * len(group.numbers)
@@ -94,7 +93,8 @@ class Groups:
     def label(self, group: CacheGroup) -> str:
         """Return the group's label in its pages' identities.
 
-        Followers of the daemon's events get the groups ``group…``: every hit needs all pages of these.
+        The label begins with ``group`` if every hit needs all pages of the group up to the hit's end. The
+        daemon's KV events contain only groups whose label begins with ``group``.
         """
         if group.rule.past is Past.STATE:
             return f"state{group.number}"
@@ -109,8 +109,8 @@ class Groups:
 def read_groups(
     kv_cache_config: Any, cache_config: Any, chunk_tokens: int, *, offers_states: bool = True
 ) -> Groups:
-    """Read the groups from vLLM's configurations. ``offers_states``: this vLLM says which blocks hold states
-    (see the module). Raises :class:`UnsupportedError` for groups that cannot be stored."""
+    """Read the groups from vLLM's configurations. ``offers_states`` says whether this vLLM reports which
+    blocks hold states (see the module). Raise :class:`UnsupportedError` for groups that cannot be stored."""
     described = kv_cache_config.kv_cache_groups
     groups = [_group(number, each) for number, each in enumerate(described)]
     if not groups:
@@ -121,7 +121,7 @@ def read_groups(
     unit = math.lcm(hash_tokens, *_sizes(groups))
     if chunk_tokens % unit:
         raise UnsupportedError(f"chunk_tokens must be a multiple of {unit}, got {chunk_tokens}")
-    # vLLM may end a step at any block's end and leave a state there. A chunk must end there, too.
+    # vLLM may end a step, and keep a state, at the end of any block. So models with states have small chunks.
     states = any(group.rule.past is Past.STATE for group in groups)
     least = LEAST_NAMED_TOKENS if states else _MIN_CHUNK_TOKENS
     chunk = chunk_tokens or -(-least // unit) * unit
@@ -135,8 +135,8 @@ def read_groups(
 
 
 def joined(groups: Groups) -> Groups:
-    """Return groups in which all layers that remember alike are one group, as in the pages that engines
-    share. vLLM has several groups of one kind, so that all of its blocks have one size."""
+    """Return the groups of pages that engines share: vLLM's groups with equal rule and block size become one
+    group. (vLLM divides layers of one kind into several groups, so that all blocks have one size.)"""
     alike: dict[tuple[GroupRule, int], list[CacheGroup]] = {}
     for group in groups.groups:
         alike.setdefault((group.rule, group.block_tokens), []).append(group)
@@ -154,8 +154,8 @@ def joined(groups: Groups) -> Groups:
 
 
 def _check_states(cache_config: Any, offers_states: bool) -> None:
-    """Raise :class:`UnsupportedError` if blocks hold no states that can be stored, or if vLLM does not say
-    when."""
+    """Raise :class:`UnsupportedError` if blocks hold no complete states, or if vLLM does not report which
+    blocks hold them."""
     mode = vars(cache_config).get("mamba_cache_mode")
     if mode != "align":
         raise UnsupportedError(
@@ -171,7 +171,8 @@ def _check_states(cache_config: Any, offers_states: bool) -> None:
 
 
 def _hash_tokens(kv_cache_config: Any, cache_config: Any, groups: Sequence[CacheGroup]) -> int:
-    """Return how many tokens a block hash covers. Before 0.32 vLLM does not say; this repeats its rule."""
+    """Return how many tokens a block hash covers. vLLM before 0.32 does not report this number, so it is
+    computed by vLLM's rule."""
     size = vars(kv_cache_config).get("hash_block_size")
     if size:
         return int(size)
@@ -196,7 +197,7 @@ def _group(number: int, described: Any) -> CacheGroup:
     if kinds <= _FULL:
         return CacheGroup(number, layers, tokens, GroupRule.all())
     if kinds == {_WINDOW}:
-        # Each token attends ``sliding_window`` tokens, itself included.
+        # Each token attends to ``sliding_window`` tokens, including itself.
         return CacheGroup(
             number, layers, tokens, GroupRule.window(max(_size(specs, "sliding_window") - 1, 0))
         )
@@ -204,8 +205,8 @@ def _group(number: int, described: Any) -> CacheGroup:
         return CacheGroup(number, layers, tokens, GroupRule.chunked(_size(specs, "attention_chunk_size")))
     if kinds == {_STATE}:
         if _size(specs, "num_speculative_blocks"):
-            # vLLM corrects the state at a boundary after it has rejected drafts, which is later than it names
-            # the block.
+            # vLLM corrects the state at a boundary after it has rejected draft tokens. That is later than
+            # vLLM reports the block.
             raise UnsupportedError("recurrent states are not kept with speculative decoding")
         meaning = sorted({f"{each.mamba_type} {each.shapes} {each.dtypes}" for each in specs})
         return CacheGroup(number, layers, tokens, GroupRule.state(), "; ".join(meaning))
@@ -216,7 +217,7 @@ def _group(number: int, described: Any) -> CacheGroup:
 
 
 def _size(specs: Sequence[Any], name: str) -> int:
-    """Return a size that all layers of a group have in common."""
+    """Return a size that must be equal in all layers of a group."""
     sizes = {int(vars(spec)[name]) for spec in specs}
     if len(sizes) > 1:
         raise UnsupportedError(f"a KV cache group has layers of different {name}: {sorted(sizes)}")
@@ -224,10 +225,10 @@ def _size(specs: Sequence[Any], name: str) -> int:
 
 
 class BlockTables:
-    """The block tables of the requests in a step. Belongs to the scheduler's thread.
+    """The block tables of the requests in a step. Only the scheduler's thread uses it.
 
-    From 0.30 on vLLM's scheduler answers for a request. 0.29 gives the whole tables of requests with new
-    blocks in each step. Earlier versions give only the new blocks.
+    From vLLM 0.30 on, a function of the step's output returns the table of a request. The output of vLLM 0.29
+    has the whole tables of requests with new blocks; the output of earlier versions has only the new blocks.
     """
 
     def __init__(self) -> None:
@@ -236,7 +237,7 @@ class BlockTables:
         self._states: Mapping[str, Sequence[tuple[int, int, int]]] = {}
 
     def take(self, output: Any) -> None:
-        """Take in ``output``, vLLM's ``SchedulerOutput`` of the step that begins."""
+        """Read the tables from ``output``, the ``SchedulerOutput`` of the step that begins."""
         state = vars(output).get("kv_connector_block_state")
         self._states = vars(state).get("boundary_state_offloads") or {} if state is not None else {}
         if state is not None:
@@ -261,12 +262,12 @@ class BlockTables:
     def of(self, request: str) -> BlockTable:
         """Return the block table of a request that is scheduled in this step."""
         table = self._ask(request) if self._ask is not None else self._so_far.get(request)
-        assert table is not None, "a request that is scheduled has blocks"
+        assert table is not None, "vLLM gives blocks to every scheduled request"
         return table
 
     def states(self, request: str) -> Sequence[tuple[int, int, int]]:
-        """Return the blocks that hold a state after this step, each as (group, block, tokens up to the
-        state)."""
+        """Return the blocks that hold a complete state after this step, each as (group, block, number of
+        tokens that the state covers)."""
         return self._states.get(request, ())
 
     def forget(self, request: str) -> None:
@@ -277,8 +278,8 @@ class BlockTables:
 def blocks_to_load(
     groups: Groups, group: CacheGroup, tables: BlockTable, start: int, end: int
 ) -> GroupBlocks:
-    """Return the blocks of tokens ``start … end``; for states, the block of the state at ``end``. Leading
-    chunks without blocks (outside a window) are left out."""
+    """Return the blocks of tokens ``start … end``; in a group of states, the block of the state at ``end``.
+    Leading chunks outside the window, which have no blocks, are left out."""
     if group.rule.past is Past.STATE:
         block = tables[group.number][end // group.block_tokens - 1]
         return state_blocks(groups, group.number, block, end)
@@ -296,16 +297,16 @@ def blocks_to_load(
 
 
 def state_blocks(groups: Groups, group: int, block: int, tokens: int) -> GroupBlocks:
-    """Return the block of the state at ``tokens``, a multiple of the chunk."""
-    assert block != NULL_BLOCK, "every state has a block in vLLM"
+    """Return ``block`` as the block of the state after ``tokens`` tokens, a multiple of ``chunk_tokens``."""
+    assert block != NULL_BLOCK, "vLLM has a block for every state"
     return GroupBlocks(group, tokens // groups.chunk_tokens - 1, ((block,),))
 
 
 def blocks_to_save(
     groups: Groups, group: CacheGroup, tables: BlockTable, first: int, end: int
 ) -> GroupBlocks:
-    """Return the blocks of chunks ``first … end``. They begin after the last missing block, which is outside
-    a window."""
+    """Return the blocks of chunks ``first … end``, without leading chunks that have lost blocks because they
+    are outside the window."""
     own = [tables[number] for number in group.numbers]
     per_chunk = groups.chunk_tokens // group.block_tokens
     chunks: list[tuple[int, ...]] = []
@@ -319,8 +320,8 @@ def blocks_to_save(
 
 
 def writable_blocks(groups: Groups, output: Any) -> set[int]:
-    """Return blocks that a step may write and that other requests may have used before. ``output`` is vLLM's
-    ``SchedulerOutput``."""
+    """Return the blocks that a step may write and that other requests may have used before. ``output`` is
+    vLLM's ``SchedulerOutput``."""
     found: set[int] = set()
     for new in output.scheduled_new_reqs:
         for group in groups.groups:
@@ -330,7 +331,7 @@ def writable_blocks(groups: Groups, output: Any) -> set[int]:
     for tables in output.scheduled_cached_reqs.new_block_ids:
         for table in tables or ():
             found.update(table)
-    more = vars(output)  # fields that only some versions have
+    more = vars(output)  # new_block_ids_to_zero and kv_cache_block_copies: some vLLM versions lack them
     found.update(more.get("new_block_ids_to_zero") or ())
     found.update(each.dst_block_id for each in more.get("kv_cache_block_copies") or ())
     found.discard(NULL_BLOCK)

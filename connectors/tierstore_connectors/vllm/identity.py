@@ -1,29 +1,29 @@
 """The identity of an engine's pages, and the keys of chunks.
 
-**Keys** are made from vLLM's block hashes. vLLM's hash of a block covers the hash of the block before it, its
-tokens, and everything else that changes its KV: images, LoRA adapter, cache salt. A key made from less would
-mix up prompts that only look alike. A chunk's key is the hash of its last block, hashed again with adapter
-and salt: with ``--prefix-caching-hash-algo xxhash`` a tenant could find collisions of vLLM's own hash.
+**Keys** are made from vLLM's block hashes. A block hash covers the hash of the block before it, the
+block's tokens, and everything else of a request that changes its KV: images, LoRA adapter, cache salt. A
+chunk's key is the hash of the chunk's last block, hashed again with adapter and salt. Without the salt,
+a tenant could construct collisions of block hashes with ``--prefix-caching-hash-algo xxhash``.
 
-**Names.** Pages of full attention are found along the pages before them, and their tokens are compared. Pages
-of windows and attention chunks, and states, are found on their own. The name of such a page is SHA-256,
-chained over the keys and tokens of all chunks up to its end. It is stored in place of tokens, and all of its
-bits are compared. So a page of another prefix is not served even if vLLM's hashes collide.
+**Names.** A page of full attention is found through the pages before it, and its tokens are compared. A page
+of a window, an attention chunk or a recurrent state is found by its name: a SHA-256 hash, chained over the
+keys and tokens of all chunks up to the page's end. The name is stored in place of tokens, and all bits of the
+name are compared. So a page of a different prefix is not served even if vLLM's hashes collide.
 
-**The identity** is everything that vLLM's block hashes do not cover. Two engines share pages only if all of
-these are equal:
+**The identity** covers everything that vLLM's block hashes do not cover. Two engines share pages only if all
+of these are equal:
 
-- every field of vLLM's configuration except those known not to change KV (``fields.py``),
-- the environment variables that choose kernels, and the attention backends,
-- the versions of vLLM and of the packages that it computes with,
-- the layout, and the worker's part of the model. Data parallel ranks compute the same and share pages.
+- every field of vLLM's configuration except the fields known not to change KV (``fields.py``),
+- the environment variables that influence the choice of kernels, and the attention backends,
+- the versions of vLLM and of the packages that vLLM computes with,
+- the layout, and the worker's part of the model. Data-parallel ranks have equal identities.
 
-All bytes of a local model's files count, wherever the model is mounted: weights, configurations, processors,
-code. Models from the hub are identified by their commit. The version of any other model must be named by the
-user (``namespace``).
+A local model is identified by all bytes of its files (weights, configurations, processors, code), but not by
+its path. A model from the hub is identified by its commit. For any other model the user must give a version
+(``namespace``).
 
-**Adapters** count by the bytes of their files. **Images** and other media count by the processor's output,
-because vLLM's hash of an image may be a name that a client gave to it.
+**Adapters** are identified by the bytes of their files. **Images** and other media are identified by the
+processor's output, because vLLM's hash of an image may be a name that a client has chosen.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ def model_digest(
 ) -> str:
     """Return a digest of the model's shape and computation, without its weights (:func:`weights_revision`).
 
-    ``config`` is vLLM's own. Raises :class:`UnsupportedError` if each process would compute something else.
+    ``config`` is a ``VllmConfig``. Raise :class:`UnsupportedError` if processes with equal configurations
+    would compute different KV.
     """
     if vars(config.cache_config).get("calculate_kv_scales", False):
         raise UnsupportedError(
@@ -75,7 +76,7 @@ def model_digest(
     dummy = str(config.load_config.load_format) == "dummy"
     parts: dict[str, Any] = {
         "config": described(config),
-        "seed": config.model_config.seed if dummy else None,  # dummy weights are made from it
+        "seed": config.model_config.seed if dummy else None,  # dummy weights are made from the seed
         "versions": {"vllm": version, **installed_versions(_COMPUTES)},
         "backends": backends,
         "device": device,
@@ -88,10 +89,10 @@ def model_digest(
 def described(value: Any) -> Any:
     """Return a configuration value as JSON that is equal in every process.
 
-    Dataclasses lose the fields in :data:`~tierstore_connectors.vllm.fields.HARMLESS`. Functions are described
-    by their code, and objects of unknown kinds by their class.
+    The fields in :data:`~tierstore_connectors.vllm.fields.HARMLESS` are left out. A function is described by
+    its code, and an object of an unknown type by its class.
     """
-    if isinstance(value, Enum):  # also enums that are numbers or strings
+    if isinstance(value, Enum):  # checked first, because an enum may also be a number or a string
         return value.name
     if value is None or isinstance(value, (bool, int, str)):
         return value
@@ -99,7 +100,7 @@ def described(value: Any) -> Any:
         return repr(value)
     if isinstance(value, (bytes, bytearray)):
         return value.hex()
-    # configurations of transformers
+    # Configurations of transformers have the method to_dict().
     if callable(getattr(value, "to_dict", None)) and not isinstance(value, type):
         return [_name(type(value)), plain(value.to_dict())]
     if is_dataclass(value) and not isinstance(value, type):
@@ -122,7 +123,7 @@ def described(value: Any) -> Any:
         held = [cell.cell_contents for cell in value.__closure__ or ()]
         return [_name(value), described(value.__code__), described(held)]
     text = str(value)
-    return _name(type(value)) if " at 0x" in text else [_name(type(value)), text]  # torch.dtype and similar
+    return _name(type(value)) if " at 0x" in text else [_name(type(value)), text]  # for example torch.dtype
 
 
 def _name(thing: Any) -> str:
@@ -131,7 +132,7 @@ def _name(thing: Any) -> str:
 
 def _described_fields(config: Any) -> dict[str, Any] | None:
     if getattr(config, "ec_connector", None) == "TierStoreECConnector":
-        return None  # as without a connector: the embeddings equal the encoder's own
+        return None  # equal to no connector, because stored embeddings equal the encoder's output
     names = {name for cls in type(config).__mro__ for name in HARMLESS.get(cls.__name__, ())}
     found = {
         each.name: described(getattr(config, each.name, None))
@@ -147,8 +148,8 @@ def _described_fields(config: Any) -> dict[str, Any] | None:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The identity of an engine's weights among models of the same shape. ``files``: None without local
-    files."""
+    """The identity of an engine's weights among models of the same shape. ``files`` is None if the model has
+    no local files."""
 
     revision: str
     files: Contents | None
@@ -157,9 +158,9 @@ class Weights:
 def weights_revision(config: Any, namespace: str, *, sampled: bool = False) -> Weights:
     """Identify the weights of the model and of the draft model.
 
-    Local models are identified by all of their files. All files are read unless their hashes are remembered;
-    with ``sampled`` only a sample is read. Raises :class:`UnsupportedError` without local files, commit and
-    ``namespace``.
+    Local models are identified by the contents of all their files. With ``sampled``
+    only samples of the files are read.
+    Raise :class:`UnsupportedError` for weights without local files, commit and ``namespace``.
     """
     found: dict[str, Path] = {}
     names = []
@@ -184,12 +185,12 @@ def weights_revision(config: Any, namespace: str, *, sampled: bool = False) -> W
 
 
 def _named(model: Any, load: Any, namespace: str, *, local: bool) -> str:
-    """Return an identification of weights that are not local files. ``local``: the other files of the model
-    are local, and identify it instead of its path."""
+    """Return a text that identifies weights without local files. ``local`` says whether the model's other
+    files are local, so that they identify the model instead of its path."""
     place = str(vars(model).get("model_weights") or ("" if local else model.model))
     if str(load.load_format) == "dummy":
-        return place  # the seed identifies them
-    commit = vars(model.hf_config).get("_commit_hash")  # a checkpoint from the hub, whose "main" moves
+        return place  # dummy weights are made from the seed, which is part of the model digest
+    commit = vars(model.hf_config).get("_commit_hash")  # a model from the hub has it
     if commit:
         return f"{place}@{commit}"
     named = f"{place} {model.revision or ''}"
@@ -202,7 +203,8 @@ def _named(model: Any, load: Any, namespace: str, *, local: bool) -> str:
 
 
 def _files(model: Any, load: Any) -> dict[str, Path]:
-    """Return the local files of a model: its folder, weights elsewhere, the tokenizer."""
+    """Return the local files of a model: in its folder, and weights, tokenizer and configuration in other
+    folders."""
     found: dict[str, Path] = {}
     if (folder := Path(str(model.model))).is_dir():
         found.update(model_files(folder))
@@ -225,7 +227,7 @@ def _files(model: Any, load: Any) -> dict[str, Path]:
 
 
 def _named_files(values: Any, name: str = "config") -> dict[str, Path]:
-    """Return the local files that a configuration names, such as scales or a quantised adapter."""
+    """Return the local files whose paths a configuration contains, for example of scales."""
     if isinstance(values, dict):
         pairs: Iterable[tuple[object, Any]] = values.items()
     elif isinstance(values, list):
@@ -237,10 +239,10 @@ def _named_files(values: Any, name: str = "config") -> dict[str, Path]:
 
 
 def _split_files(file: Path) -> dict[str, Path]:
-    """Return the weight files that ``file`` names or belongs to, and the other files in its folder, except
+    """Return the files of the checkpoint that ``file`` belongs to, and the other files in its folder, except
     weights of other models."""
     pattern = re.sub(r"-\d{5}-of-(\d{5})", r"-*-of-\1", file.name)  # GGUF
-    pattern = re.sub(r"%0?\d*d", "*", pattern)  # tensorizer, one file for each rank
+    pattern = re.sub(r"%0?\d*d", "*", pattern)  # tensorizer has one file for each rank
     found = {each.name: each for each in file.parent.glob(pattern) if each.is_file()}
     for each in file.parent.iterdir():
         beside = each.suffix not in WEIGHTS or "mmproj" in each.name.lower()
@@ -252,11 +254,11 @@ def _split_files(file: Path) -> dict[str, Path]:
 class AdapterVersions:
     """The versions of LoRA adapters: digests of all bytes of their files.
 
-    vLLM loads an adapter once and keeps it under its number, even if its files change. So its files are
-    hashed with the first request of a number, or when vLLM is told to load it. If their times or sizes change
-    later, or the number gets another folder, it is unknown which files vLLM computes with. From then on the
-    number is not cached, until the adapter gets another number (unloaded and loaded again) or the engine
-    restarts.
+    vLLM loads an adapter once and keeps it under a number, even if the adapter's files change. So the files
+    are hashed before vLLM loads the adapter, or at the number's first request. If the times or sizes of the
+    files change later, or the number gets another folder, it is unknown which files vLLM computes with. From
+    then on requests of this number are not cached. Unloading and loading the adapter again gives it a new
+    number.
     """
 
     def __init__(self) -> None:
@@ -267,8 +269,8 @@ class AdapterVersions:
     def version(self, adapter: Any) -> str:
         """Return the version of ``adapter``, vLLM's ``LoRARequest``.
 
-        The first call for a number hashes the files, after half a second in the background. Raises
-        :class:`UnsupportedError` while the version is unknown.
+        The first call for a number starts to hash the adapter's files, and waits at most half a second.
+        Raise :class:`UnsupportedError` while the version is unknown.
         """
         number, place = int(adapter.lora_int_id), str(adapter.lora_path)
         try:
@@ -312,26 +314,26 @@ def _status(file: Path) -> list[object]:
 
 
 class MediaContents:
-    """The contents of images and other media of requests: digests of the tensors that the processor made of
-    them.
+    """Digests of the tensors that the processor makes of images and other media.
 
     vLLM's own hash of an image may be a client's ``multi_modal_uuids``. If a client gives one name to two
-    images, vLLM answers wrongly as long as it remembers the first one; stored pages would make the error
-    permanent. Therefore the tensors count as well. If a name returns with other tensors, it is unknown which
-    of them vLLM computes with, because vLLM's encoder cache uses the name. Such a name is no longer cached.
+    images, vLLM uses the first image's embedding for both images while the encoder cache has it. Stored pages
+    would make this error permanent, so the tensors are hashed as well. If two different tensors have one
+    name, it is unknown which of them vLLM computes with. Requests with such a name are not cached.
     """
 
     def __init__(self) -> None:
-        self._seen: OrderedDict[str, str] = OrderedDict()  # "" after a name had two contents
+        self._seen: OrderedDict[str, str] = OrderedDict()  # the digest by name, or "" for an ambiguous name
 
     def digests(self, features: Sequence[Any], hash_tokens: int) -> list[tuple[int, str]]:
-        """Return, for each of vLLM's ``mm_features``, the block of ``hash_tokens`` tokens in which it begins,
-        and its digest. Raises :class:`UnsupportedError` if there is no digest."""
+        """Return for each of vLLM's ``mm_features`` its digest and the block of ``hash_tokens`` tokens in
+        which it begins, as (block, digest). Raise :class:`UnsupportedError` as :meth:`digest` does."""
         return [(int(each.mm_position.offset) // hash_tokens, self.digest(each)) for each in features]
 
     def digest(self, feature: Any) -> str:
-        """Return the digest of one of vLLM's ``mm_features``: SHA-256, in hexadecimal digits. Raises
-        :class:`UnsupportedError` if there is none."""
+        """Return the digest of one of vLLM's ``mm_features``: SHA-256, in hexadecimal digits. Raise
+        :class:`UnsupportedError` if the feature's tensors are not available, or if two contents have its
+        name."""
         name = f"{feature.modality} {feature.identifier}"
         items = feature.data
         if items is None or "address" in items:
@@ -359,8 +361,8 @@ class MediaContents:
             self._seen.popitem(last=False)
         if not self._seen[name]:
             raise UnsupportedError(
-                f"two different {feature.modality}s have come under one name (multi_modal_uuids): requests "
-                "with that name go without the cache"
+                f"two different {feature.modality}s have the same name (multi_modal_uuids): requests with "
+                "that name go without the cache"
             )
         return found
 
@@ -386,8 +388,8 @@ def _pieces(value: Any) -> Iterator[bytes | memoryview]:
 def page_identity(
     layout: PageLayout, *, chunk_tokens: int, model: str, revision: str, shard: str, meaning: str = ""
 ) -> Identity:
-    """Return the identity of pages with ``layout``. ``meaning`` describes their bytes as far as the layout
-    does not."""
+    """Return the identity of pages with ``layout``. ``meaning`` describes properties of their bytes that the
+    layout does not contain."""
     spec = KVSpec.opaque(layout.page_bytes, chunk_tokens=chunk_tokens)
     codec = f"vllm-{layout.digest}"
     if meaning:
@@ -397,20 +399,20 @@ def page_identity(
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """A secret part of chunk keys. It separates prompts with equal block hashes. ``steps`` has each secret
-    with the first block that it applies to, in order."""
+    """The secret part of a request's chunk keys, which separates prompts with equal block hashes. ``steps``
+    has pairs (block, secret), ordered by block: a secret applies from its block on, until the next secret."""
 
     steps: tuple[tuple[int, bytes], ...]
 
     def of(self, block: int) -> bytes:
-        """Return the secret for a chunk that ends with this block."""
+        """Return the secret for a chunk whose last block is ``block``."""
         return next(secret for first, secret in reversed(self.steps) if first <= block)
 
 
 def request_salt(adapter: Sequence[str], salt: str | None, media: Sequence[tuple[int, str]] = ()) -> Secret:
-    """Return the secret part of a request's keys. It is made from the adapter (its name, path and version),
-    the salt, and the ``media`` (block and digest of each, :class:`MediaContents`). Text before an image is
-    shared."""
+    """Return the secret part of a request's keys, made from the adapter (name, path and version), the salt,
+    and the ``media`` (block and digest of each, :class:`MediaContents`). An image does not change the keys of
+    chunks before it."""
     secret = hashlib.sha256(msgspec.json.encode([list(adapter), salt])).digest()
     steps = [(0, secret)]
     for block, content in sorted(media):
@@ -422,8 +424,8 @@ def request_salt(adapter: Sequence[str], salt: str | None, media: Sequence[tuple
 def chunk_keys(
     block_hashes: Sequence[bytes], secret: Secret, blocks_per_chunk: int, first: int = 0
 ) -> list[PageKey]:
-    """Return the keys of whole chunks from chunk ``first`` on. Each is made from the hash of its last
-    block."""
+    """Return the keys of whole chunks from chunk ``first`` on. A key is made from the hash of the chunk's
+    last block."""
     last = range((first + 1) * blocks_per_chunk - 1, len(block_hashes), blocks_per_chunk)
     return [
         PageKey(hashlib.sha256(secret.of(at) + bytes(block_hashes[at])).digest()[:KEY_BYTES]) for at in last
@@ -438,12 +440,12 @@ class ChunkNames:
         self._names: list[bytes] = []
 
     def cut(self, chunks: int) -> None:
-        """Drop the names after the first ``chunks`` chunks, because the prompt continues differently."""
+        """Drop the names after the first ``chunks`` chunks, because the prompt's continuation has changed."""
         del self._names[chunks:]
 
     def first(self, chunks: int, keys: Sequence[PageKey], tokens: bytes | bytearray) -> list[bytes]:
         """Return the names of the first ``chunks`` chunks. ``keys`` and ``tokens`` (uint32, little-endian)
-        are those of the prompt, at least up to there."""
+        are the prompt's, for at least these chunks."""
         width = self.chunk_tokens * TOKEN_BYTES
         known = list(self._names)
         for chunk in range(len(known), chunks):
@@ -456,14 +458,14 @@ class ChunkNames:
     def pages(
         self, identity: Identity, chunks: range, keys: Sequence[PageKey], tokens: bytes | bytearray
     ) -> Prompt:
-        """Return a prompt that finds the pages of ``chunks`` by name; ``keys`` and ``tokens`` as for
-        :meth:`first`."""
+        """Return a prompt that finds the pages of ``chunks`` by name. ``keys`` and ``tokens`` are described
+        in :meth:`first`."""
         names = self.first(chunks.stop, keys, tokens)[chunks.start :]
         return Prompt.named_pages(identity, names, chunk_tokens=self.chunk_tokens, pages_before=chunks.start)
 
 
 class EnginePrompt(Prompt):
-    """The whole chunks of a prompt as one lookup of the pages of all KV cache groups on all workers.
+    """The whole chunks of a prompt, for one lookup of the pages of all KV cache groups on all workers.
 
     ``identities`` has the identity of each group on each worker. ``tokens`` (uint32, little-endian) may be
     longer than the chunks of ``keys``.
@@ -499,8 +501,8 @@ class EnginePrompt(Prompt):
 def hashes_are_private(algorithm: str, environment: Mapping[str, str], *, fixed_seed: bool) -> bool:
     """Return whether vLLM's block hashes differ between processes, so that other processes find no pages.
 
-    ``fixed_seed``: this vLLM starts cryptographic hashes with a constant (from 0.29 on). Older versions start
-    with random bytes unless the environment has a seed.
+    ``fixed_seed`` says whether this vLLM starts cryptographic hashes with a constant, as vLLM does from 0.29
+    on. Older versions start them with random bytes unless the environment has a seed.
     """
     if "PYTHONHASHSEED" in environment:
         return False

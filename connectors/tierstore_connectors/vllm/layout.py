@@ -1,12 +1,14 @@
-"""The places of a KV block's bytes, derived from the shapes and strides of the tensors that vLLM registers.
+"""The addresses of a KV block's bytes, derived from the shapes and strides of the tensors that vLLM
+registers.
 
-vLLM has had many layouts: ``[blocks, …]``, ``[2, blocks, …]`` with K and V apart, heads outside of blocks,
-all layers of a block next to each other, latents of MLA. In all of them one dimension counts blocks. The
-other dimensions determine which bytes belong to a block: one contiguous run, or several. A *plane* is one
-such run, for all blocks: in it block ``i`` begins at ``address + i * block_stride``.
+vLLM versions have many layouts: ``[blocks, …]``, ``[2, blocks, …]`` with K and V apart, heads outside of
+blocks, all layers of a block next to each other, latent vectors of MLA. In every layout one dimension counts
+blocks. The other dimensions determine which bytes belong to a block: one or several contiguous runs. A
+*plane* consists of the same run in all blocks: the run of block ``i`` begins at
+``address + i * block_stride``.
 
-A page holds the runs of its blocks, plane by plane. Nothing is cut inside a block, because some backends
-transpose or repack there.
+A page holds the runs of its blocks, plane by plane. A block is never divided by tokens, because some
+attention backends transpose or repack numbers inside a block.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-_MOST_RUNS = 4096  # runs of one block in one tensor
+_MOST_RUNS = 4096  # the most runs of a block in a tensor
 
 
 class UnsupportedError(Exception):
-    """The KV of this model, its weights or its tensors cannot be stored. The message says why."""
+    """The KV of a model cannot be stored. The message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True)
 class Plane:
-    """``run_bytes`` of every block: block ``i`` begins at ``address + i * block_stride``."""
+    """A run of ``run_bytes`` bytes in every block, which begins at ``address + i * block_stride`` in block
+    ``i``."""
 
     address: int
     block_stride: int
@@ -48,9 +51,11 @@ class Plane:
 
 @dataclass(frozen=True, slots=True)
 class PageLayout:
-    """The planes of a KV cache group, in page order, for pages of ``blocks`` blocks out of ``num_blocks``.
+    """The planes of a KV cache group, in page order, for pages of ``blocks`` blocks. The tensors have
+    ``num_blocks`` blocks.
 
-    ``digest`` covers everything that decides the meaning of a page's bytes, as far as the tensors show it.
+    ``digest`` hashes the names, dtypes and shapes of the tensors, which determine the meaning of a page's
+    bytes.
     """
 
     planes: tuple[Plane, ...]
@@ -74,10 +79,10 @@ class PageLayout:
 
 
 def page_layout(tensors: Sequence[TensorShape], *, num_blocks: int, blocks: int) -> PageLayout:
-    """Return the layout of a group's pages. Raises :class:`UnsupportedError` for tensors that are not
-    understood."""
+    """Return the layout of a group's pages, with ``blocks`` blocks each. Raise :class:`UnsupportedError` for
+    tensors in an unknown layout."""
     if not tensors:
-        raise UnsupportedError("a KV cache group without tensors")
+        raise UnsupportedError("a KV cache group has no tensors")
     planes: list[Plane] = []
     meaning: list[object] = []
     for tensor in tensors:
@@ -92,15 +97,15 @@ def page_layout(tensors: Sequence[TensorShape], *, num_blocks: int, blocks: int)
 
 
 def _dimensions(tensor: TensorShape, num_blocks: int) -> list[tuple[int, int]]:
-    """Return (size, stride) of each dimension, with the dimension of the blocks first."""
+    """Return (size, stride) of each dimension; the dimension that counts blocks comes first."""
     dims = list(zip(tensor.shape, tensor.strides, strict=True))
     if num_blocks <= 2:
         raise UnsupportedError(f"{num_blocks} blocks: which dimension counts them is ambiguous")
     for at, (size, stride) in enumerate(dims[:2]):
         if at == 1 and dims[0][0] != 2:
-            break  # only K and V may come before the blocks
+            break  # the only dimension allowed before the blocks is the one of K and V
         if size >= num_blocks and size % num_blocks == 0:
-            # vLLM may have split its blocks into smaller ones for a kernel.
+            # vLLM may have divided its blocks into smaller blocks for a kernel.
             ratio = size // num_blocks
             inner = [(ratio, stride)] if ratio > 1 else []
             return [(num_blocks, stride * ratio), *dims[:at], *inner, *dims[at + 1 :]]
@@ -135,7 +140,7 @@ def _planes(tensor: TensorShape, dims: Sequence[tuple[int, int]], num_blocks: in
 
 
 def _merged(planes: Sequence[Plane]) -> list[Plane]:
-    """Merge planes that continue one another in every block: a block of all layers may lie in one run."""
+    """Merge planes whose runs are adjacent in every block."""
     merged: list[Plane] = []
     for plane in planes:
         last = merged[-1] if merged else None

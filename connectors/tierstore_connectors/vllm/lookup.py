@@ -1,18 +1,19 @@
-"""Lookups: threads ask the daemon what it holds of prompts, and the scheduler polls in every step.
+"""Lookups of prompts in the daemon: threads wait for the answers, and the scheduler polls in every step.
 
-The pages of one KV cache group on one worker are a layer group of the store (:class:`VllmLookups`). So one
+In the store, the pages of one KV cache group on one worker are a layer group (:class:`VllmLookups`). So one
 lookup finds the longest hit of a prompt that all groups on all workers support. Waiting prompts are looked up
 together (:meth:`VllmLookups.ask`).
 
 Pages on disk are read into memory, with a deadline, before tokens are promised to vLLM. A damaged page then
 shortens the hit (to nothing, if the hit needs named pages) instead of failing a load. A lease holds all pages
-that were found.
+of the hit.
 
-If another engine has promised pages, the lookup waits for them first, as long as that engine said. If other
-hosts have pages, they are fetched where that is faster than computing, and the prompt is looked up again.
+If another engine has promised pages of the prompt, the lookup first waits for them, at most as long as the
+promise says. If other hosts have pages, the pages are fetched if that is faster than computing, and the
+prompt is looked up again.
 
-If engines share pages, engines of other sizes may have saved the prompt in other parts
-(:class:`LookupSize`). All sizes are asked together, and the longest hit is used.
+With ``share_engines``, engines of other parallelism may have saved the prompt's pages in other parts
+(:class:`LookupSize`). All sizes are looked up together, and the longest hit is used.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from tierstore_connectors.common.guard import Breaker, ErrorLog
 from tierstore_connectors.common.sharing import SharedPrompt
 from tierstore_connectors.vllm.config import VllmSettings
 from tierstore_connectors.vllm.identity import EnginePrompt
-from tierstore_connectors.vllm.orders import RENEW_S, GroupShard, Shard, kept_by_name
+from tierstore_connectors.vllm.orders import RENEW_S, GroupShard, Shard
 
 _log = logging.getLogger("vllm.tierstore")
-_THREADS = 2  # threads that wait for answers
+_THREADS = 2  # threads that wait for the daemon's answers
 _FETCHERS = 4  # threads that wait for other hosts
-# The daemon normally answers within _FIRST_POLL_S. An engine that can only wait uses _POLL_S. Without it the
-# engine would spin through empty steps, and the threads that wait for the answer would run only every 5 ms.
+# The first poll of a lookup waits up to _FIRST_POLL_S, within which the daemon normally answers. Later polls
+# wait up to _POLL_S. Without these waits, an idle engine would run empty steps without a pause, and the
+# threads that wait for the answer would get the GIL only every 5 ms.
 _FIRST_POLL_S = 0.004
 _POLL_S = 0.001
 _CONNECT_S = 1.0  # how long the engine's start waits for the daemon
@@ -53,9 +55,10 @@ _EXPLAIN_S = 2.0  # how long an explanation may wait for the daemon's disk
 
 @dataclass(frozen=True, slots=True)
 class LookupSize:
-    """The pages that engines of one size save. ``identities`` has one for each group on each worker.
+    """The pages that engines of one parallelism save. ``identities`` has the identity of each group on each
+    worker.
 
-    ``model`` is the whole model's identity if engines share the pages. Otherwise keys are vLLM's.
+    ``model`` is the whole model's identity if engines share the pages, or None for keys from block hashes.
     """
 
     store: Store
@@ -63,52 +66,51 @@ class LookupSize:
     model: Identity | None = None
 
     def prompt(self, keys: Sequence[PageKey], tokens: bytes, chunk_tokens: int) -> Prompt:
-        """Return a prompt's whole chunks as one lookup."""
+        """Return the :class:`Prompt` for a lookup of the whole chunks with these ``keys`` and ``tokens``."""
         if self.model is None:
             return EnginePrompt(self.identities, keys, tokens, chunk_tokens)
         return SharedPrompt(self.model, self.identities, tokens, chunk_tokens)
 
 
 class PromptLookup:
-    """The lookup of one prompt. One thread asks, another polls."""
+    """The lookup of one prompt. One thread asks the daemon, and the scheduler's thread polls."""
 
     def __init__(self, keys: Sequence[PageKey], tokens: Callable[[], bytes], chunk_tokens: int) -> None:
-        """Make a lookup. ``tokens`` returns the tokens of the chunks of ``keys``; the asking thread calls
-        it."""
+        """``tokens`` returns the tokens of the chunks of ``keys``; the asking thread calls it."""
         self.keys = keys
         self.chunk_tokens = chunk_tokens
-        self.first_polled: float | None = None  # when vLLM first asked
-        self.batch = 0  # lookups with one number were asked together
+        self.first_polled: float | None = None  # the time of the first poll
+        self.batch = 0  # the number of the ask() call, which the breaker uses
         self.asked_at = 0.0
-        self.late = False  # the daemon did not answer in time
+        self.late = False  # True if the daemon did not answer in time
         self.declined = 0  # tokens found on disk that are computed because that is faster
         self.extra_s = 0.0  # additional time for the answer, while pages of other hosts are fetched
-        self.promise: Promise | None = None  # of another engine; None once it was waited for
-        self.sizes: Sequence[LookupSize] = ()  # set when it is asked
-        self.size = 0  # which of them the hit is of
+        self.promise: Promise | None = None  # another engine's promise; None after the wait for it
+        self.sizes: Sequence[LookupSize] = ()  # set by :meth:`VllmLookups.ask`
+        self.size = 0  # the index in ``sizes`` of the pages that the hit has
         self._tokens = tokens
         self._prompts: dict[int, Prompt] = {}  # by size
         self._answered = threading.Event()
         self._lock = threading.Lock()
-        self._hit: Hit | None = None  # guarded by _lock, as is all below
+        self._hit: Hit | None = None  # guarded by _lock, like the attributes below
         self._fetched: Transfer[int] | None = None
         self._expected: Transfer[None] | None = None
         self._released = False
 
     @property
     def answered(self) -> bool:
-        """Return whether there is an answer, which may be that the daemon is away."""
+        """Return whether the lookup has ended, with a hit, a miss or an error."""
         return self._answered.is_set()
 
     @property
     def hit(self) -> Hit | None:
-        """Return the hit; None before the answer and after the release."""
+        """Return the hit; None before the lookup has ended and after :meth:`release`."""
         with self._lock:
             return self._hit
 
     @property
     def on_disk(self) -> int:
-        """Return how many of the found tokens came from disk."""
+        """Return how many tokens of the hit were on disk."""
         hit = self.hit
         return hit.by_tier.get("disk", 0) if hit is not None else 0
 
@@ -120,34 +122,36 @@ class PromptLookup:
         return expected is not None and expected.done
 
     def wait(self, timeout: float) -> None:
-        """Wait for the next event: promised pages, the answer, or pages from disk."""
+        """Wait for the next event: promised pages, the daemon's answer, or pages from disk."""
         with self._lock:
-            next_of_it = self._expected if self.promise is not None else self._fetched
-        if next_of_it is not None and not next_of_it.done:
+            pages = self._expected if self.promise is not None else self._fetched
+        if pages is not None and not pages.done:
             with suppress(TimeoutError):
-                next_of_it.wait(timeout)
+                pages.wait(timeout)
         elif self.promise is not None or not self._answered.is_set():
             self._answered.wait(timeout)
 
     def tokens(self) -> int | None:
-        """Return how many leading tokens can be loaded; None while that is unknown or pages are being read
-        from disk."""
+        """Return how many leading tokens can be loaded; None while the daemon has not answered or pages are
+        being read from disk."""
         if not self._answered.is_set():
             return None
         with self._lock:
             hit, fetched = self._hit, self._fetched
         if hit is None or fetched is None:
-            return 0 if hit is None else hit.tokens  # whole chunks: see VllmLookups._look_up
-        if not fetched.done:  # ends at its deadline
+            return (
+                0 if hit is None else hit.tokens
+            )  # a multiple of chunk_tokens, because of _hold_whole_chunks
+        if not fetched.done:  # the transfer ends at its deadline
             return None
         came = min(fetched.wait(), hit.tokens)
         leading = sum(part.leading for part in hit.parts)
         if came < hit.tokens and leading < len(self.sizes[self.size].identities):
-            return 0  # named pages support one length only
+            return 0  # named pages support the full length of the hit only
         return came // self.chunk_tokens * self.chunk_tokens
 
     def release(self) -> None:
-        """Cancel everything and release the hit. Repeated calls are harmless."""
+        """Cancel transfers and release the hit. Repeated calls are harmless."""
         with self._lock:
             self._released = True
             hit, self._hit = self._hit, None
@@ -162,11 +166,11 @@ class PromptLookup:
 
     @property
     def released(self) -> bool:
-        """Return whether the answer is no longer needed."""
+        """Return whether :meth:`release` was called, so that the answer is no longer needed."""
         return self._released
 
     def prompt(self, size: int = 0) -> Prompt:
-        """Return the prompt to look up among the pages of a size."""
+        """Return the prompt to look up among the pages of ``self.sizes[size]``."""
         prompt = self._prompts.get(size)
         if prompt is None:
             prompt = self.sizes[size].prompt(self.keys, self._tokens(), self.chunk_tokens)
@@ -174,7 +178,7 @@ class PromptLookup:
         return prompt
 
     def expect(self, expected: Transfer[None]) -> None:
-        """Wait for promised pages through ``expected``; cancel it if the lookup was released."""
+        """Set the transfer that waits for promised pages; cancel it if the lookup was released."""
         with self._lock:
             if not self._released:
                 self._expected = expected
@@ -182,7 +186,7 @@ class PromptLookup:
         expected.cancel()
 
     def hold(self, hit: Hit, size: int = 0) -> None:
-        """Take in a hit, in place of the previous one. A released lookup releases it."""
+        """Replace the hit by ``hit``. Release the previous hit, or ``hit`` if the lookup was released."""
         with self._lock:
             unwanted = hit if self._released else self._hit
             if not self._released:
@@ -191,7 +195,8 @@ class PromptLookup:
             unwanted.release()
 
     def prefetch(self, within_s: float) -> Transfer[int] | None:
-        """Start to read pages from disk; None if none are on disk or the lookup was released."""
+        """Start to read the hit's pages from disk. Return None if no page is on disk or the lookup was
+        released."""
         with self._lock:
             if self._hit is not None and self._hit.by_tier.get("disk"):
                 self._fetched = self._hit.prefetch(deadline_s=within_s)
@@ -203,13 +208,13 @@ class PromptLookup:
 
 
 class VllmLookups:
-    """Look up prompts unless the daemon is away or does not answer. Belongs to the scheduler's thread."""
+    """Lookups of prompts in the daemon. Only the scheduler's thread calls the methods."""
 
     def __init__(
         self, settings: VllmSettings, errors: ErrorLog, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.breaker = Breaker()
-        self.planner = Planner()  # knows the measured times of reading pages and computing prompts
+        self.planner = Planner()  # has measured times of reading pages and computing prompts
         self.store: Store | None = None  # None until the workers are ready
         self._settings = settings
         self._errors = errors
@@ -217,22 +222,23 @@ class VllmLookups:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="tierstore-find")
         self._fetchers = ThreadPoolExecutor(_FETCHERS, thread_name_prefix="tierstore-remote")
         self._shards: tuple[Shard, ...] = ()
-        self._sizes: tuple[LookupSize, ...] = ()  # the workers' own first, whose store is ``store``
+        self._sizes: tuple[LookupSize, ...] = ()  # the first has the workers' own pages, in ``store``
         self._batches = 0
-        self._late = 0  # the last batch whose answers were late
+        self._late = 0  # the last batch with a late answer
 
     def connect(self, shards: Sequence[Shard]) -> None:
-        """Connect to look up the pages of these workers. Raises :class:`~tierstore.errors.UsageError`."""
+        """Connect to the daemon, to look up the pages of ``shards``. Raise
+        :class:`~tierstore.errors.UsageError` for an invalid address."""
         self._shards = tuple(shards)
         self._open("")
         for size in self._sizes:
-            size.store.wait_connected(_CONNECT_S)  # without a daemon every lookup misses until it connects
+            size.store.wait_connected(_CONNECT_S)  # until the daemon is connected, lookups miss
 
     def renew(self, epoch: str) -> None:
-        """Use the identities of ``epoch`` from now on, over a new connection. Lookups in flight find nothing.
+        """Use the identities of ``epoch`` from now on. Lookups in flight find nothing.
 
-        A new connection is needed because the daemon keeps a client's identities until the client
-        disconnects, and limits their number.
+        The method makes a new connection, because the daemon limits the number of a client's identities, and
+        drops them only when the client disconnects.
         """
         if self.store is not None:
             self._close_stores()
@@ -241,7 +247,7 @@ class VllmLookups:
                 size.store.wait_connected(RENEW_S)
 
     def _open(self, epoch: str) -> None:
-        """Connect a store for each size of pages."""
+        """Open a store for each size."""
         own = [pages for shard in self._shards for pages in shard.groups]
         others = zip(*(shard.others for shard in self._shards), strict=True)
         sizes = [own, *([pages for shard in size for pages in shard] for size in others)]
@@ -252,13 +258,15 @@ class VllmLookups:
         model = self._shards[0].model
         if model is not None:
             model = under_epoch(model, epoch)
-            pages = list({each.identity: each for each in pages}.values())  # ranks may have the same heads
+            pages = list(
+                {each.identity: each for each in pages}.values()
+            )  # ranks with the same heads have equal identities
         identities = tuple(under_epoch(each.identity, epoch) for each in pages)
         groups = [
-            Group(number, each.rule, KVSpec.parse(each.identity.layout), named=kept_by_name(each.rule))
+            Group(number, each.rule, KVSpec.parse(each.identity.layout), named=not each.rule.chained)
             for number, each in enumerate(pages)
         ]
-        prompts = identities[0] if model is None else model  # the identity of every prompt
+        prompts = identities[0] if model is None else model  # the identity of the prompts, for all groups
         spec = KVSpec.parse(prompts.layout)
         store = self._settings.connect(identities[0], spec, threads=1, groups=groups, log=_log)
         store.planner = self.planner
@@ -275,12 +283,12 @@ class VllmLookups:
         return self.store is not None and self.store.connected
 
     def may_ask(self) -> bool:
-        """Return whether the daemon is connected and the breaker allows a question. After True the caller
-        must ask."""
+        """Return whether the daemon is connected and the breaker allows a request. If so, the caller must
+        call :meth:`ask`."""
         return self.reachable and self.breaker.allows(self._clock())
 
     def ask(self, lookups: Sequence[PromptLookup]) -> None:
-        """Look up all of these prompts soon, together."""
+        """Start to look up ``lookups`` together."""
         store = self.store
         assert store is not None, "ask() needs connect() first"
         self._batches += 1
@@ -294,10 +302,10 @@ class VllmLookups:
             threads.submit(self._ask, store, unpromised)
 
     def poll(self, lookup: PromptLookup, *, patient: bool) -> int | None:
-        """Return the tokens that a lookup has found; None asks the caller to poll in the next step.
+        """Return the number of tokens that a lookup has found; None means that the caller polls again in the
+        next step.
 
-        A lookup without an answer after ``lookup_s`` has found nothing. ``patient``: wait for a few
-        milliseconds.
+        A lookup without an answer after ``lookup_s`` has found nothing. If ``patient``, wait for up to 4 ms.
         """
         now = self._clock()
         if lookup.promise is not None:
@@ -320,17 +328,17 @@ class VllmLookups:
         if not lookup.answered and self._clock() - lookup.first_polled < patience_s:
             return None
         lookup.late = True
-        if lookup.batch > self._late:  # for the breaker a batch is one question
+        if lookup.batch > self._late:  # the breaker counts a batch as one request
             self._late = lookup.batch
             self.breaker.failed(self._clock())
         lookup.release()
         return 0
 
     def explanation(self, lookup: PromptLookup) -> Callable[[], Explanation]:
-        """Return a function that says why tokens of a prompt are missed. It waits for the daemon, so another
-        thread calls it."""
+        """Return a function that explains the missed tokens of a lookup's prompt. The function waits for the
+        daemon, so a background thread must call it."""
         store = self.store
-        assert store is not None, "only prompts that were looked up are explained"
+        assert store is not None, "explanation() needs connect() first"
         return lambda: store.explain(lookup.prompt(), timeout_s=_EXPLAIN_S)
 
     def close(self) -> None:
@@ -342,7 +350,8 @@ class VllmLookups:
         for size in self._sizes:
             size.store.close()
 
-    # -- on a thread -----------------------------------------------------------------------------------
+    # -- on background threads
+    # -----------------------------------------------------------------------------------
 
     def _expect(self, store: Store, lookup: PromptLookup, promise: Promise) -> None:
         expected: Transfer[None] = Transfer.completed(None)
@@ -350,7 +359,7 @@ class VllmLookups:
             expected = store.expect(lookup.prompt(), promise)
         except StoreClosedError:
             pass  # the connection was replaced
-        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
+        except Exception as error:  # noqa: BLE001  # the executor would discard it
             self._errors.caught("waiting for promised pages", error)
         lookup.expect(expected)
 
@@ -360,7 +369,7 @@ class VllmLookups:
         except StoreClosedError:  # the connection was replaced
             for lookup in lookups:
                 lookup.release()
-        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
+        except Exception as error:  # noqa: BLE001  # the executor would discard it
             self._errors.caught("looking up a prompt", error)
             for lookup in lookups:
                 lookup.release()
@@ -388,7 +397,8 @@ class VllmLookups:
             self._prefetch(lookup)
 
     def _look_up(self, lookups: Sequence[PromptLookup], *, counted: bool = True) -> None:
-        """Look up all of these prompts at once, except released ones. The longest hit of each is held."""
+        """Look up ``lookups`` at once, except released ones. Each lookup keeps its longest hit over all
+        sizes."""
         asked = [
             (lookup, size) for lookup in lookups for size in range(len(lookup.sizes)) if not lookup.released
         ]
@@ -400,11 +410,12 @@ class VllmLookups:
             if size and hit.tokens <= (lookup.hit.tokens if lookup.hit is not None else 0):
                 hit.release()
                 continue
-            lookup.late = late and not hit.tokens  # otherwise the daemon said that there is no hit
+            lookup.late = late and not hit.tokens  # with a timely answer, the store has no page
             self._hold_whole_chunks(lookup, hit, size)
 
     def _hold_whole_chunks(self, lookup: PromptLookup, hit: Hit, size: int) -> None:
-        """Hold a hit. One that ends inside of another engine's page is looked up again without that page."""
+        """Hold a hit. If it ends inside a page, which another engine has saved, first look up the prompt
+        again without this page."""
         if beyond := hit.tokens % lookup.chunk_tokens:
             whole = hit.tokens - beyond
             hit.release()
@@ -412,8 +423,8 @@ class VllmLookups:
         lookup.hold(hit, size)
 
     def _prefetch(self, lookup: PromptLookup) -> None:
-        """Read pages from disk, except those that are computed sooner, and measure the time. The lookup is
-        answered then."""
+        """Start to read the hit's pages from disk, without pages that are computed faster. Mark the lookup as
+        answered, and measure the time of the reads."""
         self._decline(lookup)
         began, fetched, hit = self._clock(), lookup.prefetch(self._settings.prefetch_s), lookup.hit
         lookup.end()

@@ -1,7 +1,5 @@
-"""Counters of the connectors as vLLM collects and exports them, for KV blocks and for embeddings alike.
-
-Both are mixed into the base classes that vLLM has for each of the two.
-"""
+"""Base classes for the statistics and metrics that vLLM collects from the connectors for KV and
+embeddings."""
 
 from __future__ import annotations
 
@@ -14,7 +12,7 @@ PREFIX = "vllm:tierstore_"
 
 
 class CounterStats:
-    """Counters since the last step, or summed over several steps and workers."""
+    """Counters of one step and worker, or sums over several steps and workers."""
 
     data: dict[str, Any]
 

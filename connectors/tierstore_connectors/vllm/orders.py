@@ -1,4 +1,4 @@
-"""Messages between the two halves: plain data that vLLM pickles and carries between processes."""
+"""Messages between the scheduler half and the worker half, which vLLM pickles and sends between processes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from tierstore.keys import Identity, PageKey
 from tierstore.types import Hint
 
 NULL_BLOCK = 0  # vLLM's placeholder for "no block"
-RENEW_S = 0.1  # how long a new epoch waits for the daemon, which normally answers sooner
-_NOTHING_SAID = Hint()
+RENEW_S = 0.1  # how long a new epoch waits for its connection to the daemon
+_NO_HINT = Hint()
 
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A worker's part of the model."""
+    """A worker's tensor-parallel rank out of ``tensors``, and its pipeline stage out of ``pipelines``."""
 
     tensor: int
     tensors: int
@@ -23,13 +23,13 @@ class Rank:
     pipelines: int
 
     def shard(self, group: str) -> str:
-        """Return the name of a page's part and KV cache group."""
+        """Return the name of this worker's part of the KV cache group with this label."""
         return f"tp{self.tensor}/{self.tensors},pp{self.pipeline}/{self.pipelines},{group}"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShard:
-    """The pages of one KV cache group on one worker. ``rule`` says which of them a hit needs."""
+    """The pages of one KV cache group on one worker. ``rule`` says which pages a hit needs."""
 
     group: int
     identity: Identity
@@ -39,12 +39,12 @@ class GroupShard:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """The pages that one worker keeps."""
+    """The pages of one worker."""
 
     chunk_tokens: int
     groups: tuple[GroupShard, ...]
     others: tuple[tuple[GroupShard, ...], ...] = ()
-    """Pages that engines of other sizes save and that this worker can load instead, by size
+    """Pages that engines of other parallelism save and that this worker can load, by size
     (``share_sizes``)."""
     model: Identity | None = None
     """The whole model's shared identity; None without ``share_engines``."""
@@ -52,8 +52,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """The blocks of chunks ``first, first + 1, …`` in one group. For states they are the blocks with the
-    states at the chunks' ends. Blocks to leave alone are 0."""
+    """The blocks of chunks ``first, first + 1, …`` in one group. In a group of recurrent states, a chunk has
+    one block, with the state at the chunk's end. Block 0 is skipped."""
 
     group: int
     first: int
@@ -64,13 +64,13 @@ class GroupBlocks:
         return self.first + len(self.chunks)
 
     @property
-    def blocks(self) -> set[int]:
-        return {block for chunk in self.chunks for block in chunk if block != NULL_BLOCK}
+    def blocks(self) -> frozenset[int]:
+        return frozenset(block for chunk in self.chunks for block in chunk if block != NULL_BLOCK)
 
 
 @dataclass(frozen=True, slots=True)
 class PromptUpdate:
-    """Keys and tokens (uint32, little-endian) of chunks ``first …`` of a request's prompt."""
+    """The keys and tokens (uint32, little-endian) of a request's chunks from chunk ``first`` on."""
 
     request: str
     first: int
@@ -80,8 +80,8 @@ class PromptUpdate:
 
 @dataclass(frozen=True, slots=True)
 class LoadOrder:
-    """An order to fill these blocks. It needs the prompt's first ``chunks`` chunks in the store. ``size`` is
-    0 for the worker's own pages; ``n`` stands for item ``n - 1`` of ``Shard.others``."""
+    """An order to load pages into blocks, so that the prompt's first ``chunks`` chunks are complete. ``size``
+    is 0 for the worker's own pages, or ``n`` for item ``n - 1`` of ``Shard.others``."""
 
     request: str
     chunks: int
@@ -91,7 +91,7 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class SaveOrder:
-    """An order to save these blocks after the step that carries the order."""
+    """An order to save blocks after the step that carries the order."""
 
     request: str
     groups: tuple[GroupBlocks, ...]
@@ -101,18 +101,18 @@ class SaveOrder:
 
     @property
     def hint(self) -> Hint | None:
-        """Return the request's hints about its pages, None without any."""
+        """Return the request's hint to the eviction policy, or None."""
         hint = Hint(ttl_s=self.ttl_s, priority=self.priority, elsewhere=self.hands_over)
-        return None if hint == _NOTHING_SAID else hint
+        return None if hint == _NO_HINT else hint
 
 
 @dataclass(slots=True)
 class StepWork:
     """The orders of one step.
 
-    ``fresh`` are blocks that the step may write and that other requests may have used before; with
-    ``all_fresh`` every block is one. ``refused`` are requests that vLLM waits for but that get no load.
-    ``idle``: the step computes nothing. ``epoch`` changes when all earlier pages must become unfindable.
+    ``fresh`` are blocks that the step may write and that other requests may have used before; ``all_fresh``
+    means all blocks. ``refused`` are requests whose load vLLM waits for but that are not loaded. ``idle`` is
+    True if the step computes no tokens. ``epoch`` changes when all earlier pages must become unfindable.
     """
 
     number: int = 0
@@ -130,7 +130,7 @@ class StepWork:
 
 @dataclass(slots=True)
 class LoadReport:
-    """Failed loads: the first missing chunk of each request, the earliest if several workers report."""
+    """Failed loads: the first missing chunk of each request, the minimum over all workers."""
 
     failed: dict[str, int] = field(default_factory=dict)
 
@@ -139,12 +139,3 @@ class LoadReport:
         for request, chunk in other.failed.items():
             failed[request] = min(chunk, failed.get(request, chunk))
         return LoadReport(failed)
-
-
-def kept_by_name(rule: GroupRule) -> bool:
-    """Return whether each page is found by a name that stands for all tokens up to its end
-    (:class:`~tierstore_connectors.vllm.identity.ChunkNames`).
-
-    Other pages are found by the tokens of all chunks before them, and need all pages of these chunks.
-    """
-    return not rule.chained

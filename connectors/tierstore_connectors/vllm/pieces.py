@@ -1,7 +1,7 @@
-"""Collect the small pieces of a page in one piece of GPU memory, and distribute them from there.
+"""Copies between a chunk's blocks and one page in GPU memory, for layouts with small pieces.
 
-One kernel (``copy_blocks.cu``) does this if CuPy can launch it and all pieces are multiples of 16 bytes.
-Otherwise torch copies plane by plane, with two or more launches per layer.
+If CuPy can launch a kernel and all pieces are multiples of 16 bytes, ``copy_blocks.cu`` copies all pieces of
+a page in one launch. Otherwise torch copies plane by plane, with two or more launches per layer.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ SOURCE = Path(__file__).with_name("copy_blocks.cu")
 KERNEL = "copy_blocks"
 THREADS = 512  # per CUDA block
 
-_GRID = (16,)  # enough to fill PCIe; more would take SMs from the model
-_VECTOR = 16  # bytes that a lane copies at once
+_GRID = (16,)  # enough to saturate PCIe; a larger grid would take SMs from the model
+_VECTOR = 16  # bytes that a lane copies with one instruction
 
 Launch: TypeAlias = "Callable[[Sequence[int], Sequence[Any]], None]"
-"""``launch(grid, arguments)`` launches the kernel on torch's current stream. It replaces tensors by their
-addresses."""
+"""``launch(grid, arguments)`` launches the kernel on torch's current stream. Tensors in ``arguments`` are
+passed as their addresses."""
 
 log = logging.getLogger(__name__)
 
 
 class Pieces(Protocol):
-    """Copy the blocks of a chunk, on torch's current stream."""
+    """Copies of a chunk's blocks, on torch's current stream."""
 
     def gather(self, chunk: Sequence[int], page: torch.Tensor) -> None:
-        """Collect the blocks, plane by plane, in ``page``."""
+        """Copy the blocks to ``page``, plane by plane."""
 
     def scatter(self, chunk: Sequence[int], page: torch.Tensor) -> None:
-        """Copy ``page`` to the blocks, except blocks that are 0."""
+        """Copy ``page`` to the blocks, except block 0."""
 
 
 class KernelPieces:
-    """Copy with one launch per page. The layout must pass :func:`fits_kernel`."""
+    """Copies with one launch of ``copy_blocks.cu`` per page. :func:`fits_kernel` must accept the layout."""
 
     def __init__(self, layout: PageLayout, launch: Launch, device: torch.device) -> None:
         self._launch = launch
@@ -68,8 +68,8 @@ class KernelPieces:
 
 
 class TorchPieces:
-    """Copy with launches per plane. ``planes`` are ``[blocks, run_bytes]`` views of the KV tensors, in the
-    layout's order."""
+    """Copies with torch, plane by plane. ``planes`` are ``[blocks, run_bytes]`` views of the KV tensors, in
+    the layout's order."""
 
     def __init__(self, planes: Sequence[torch.Tensor]) -> None:
         self._planes = planes
@@ -95,8 +95,8 @@ class TorchPieces:
 
 
 class SharedPieces:
-    """Convert between blocks and pages that engines share, with two or more launches per layer. ``tensors``
-    are the KV tensors by layer; the other arguments are those of
+    """Conversions between blocks and pages that engines share, with two or more launches per layer.
+    ``tensors`` are the KV tensors by layer. The other arguments are described in
     :class:`~tierstore_connectors.common.shared_pages.BlockConverter`."""
 
     def __init__(
@@ -108,7 +108,7 @@ class SharedPieces:
         self._shape = (group.kv_heads, spec.chunk_tokens // blocks.block_tokens, blocks.block_tokens, -1)
         self._page_heads = slice(source.page_heads.start, source.page_heads.stop)
         own = slice(source.own_heads.start, source.own_heads.stop)
-        # For each layer's K and V: the block table, their place in a page, and a view of their blocks.
+        # For K and V of each layer: the block table, the bytes in a page, and a view of the blocks.
         self._places: list[tuple[int, slice, torch.Tensor]] = []
         for table, layer, plane, vectors in blocks.planes(group.layers):
             tensor, item = tensors[layer], blocks.item_bytes
@@ -134,7 +134,7 @@ class SharedPieces:
             view.index_copy_(0, blocks.index_select(0, wanted), here.transpose(0, 1))
 
     def _blocks(self, chunk: Sequence[int], device: torch.device) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return, for each block table, the numbers of blocks in memory, and which of them are wanted."""
+        """Return, for each block table, the block numbers in memory, and the indices of blocks to load."""
         found = []
         for own in np.array(chunk, np.int64).reshape(self._tables, -1):
             numbers = (own[:, None] * self._pieces + np.arange(self._pieces)).ravel()
@@ -143,12 +143,12 @@ class SharedPieces:
         return found
 
     def _in_page(self, page: torch.Tensor, place: slice, dtype: torch.dtype) -> torch.Tensor:
-        """Return the part's heads in a page as ``[head, block, token, dim]``."""
+        """Return the heads to copy in a page as ``[head, block, token, dim]``."""
         return page[place].view(dtype).view(self._shape)[self._page_heads]
 
 
 def fits_kernel(layout: PageLayout) -> bool:
-    """Return whether every piece begins and ends at a multiple of the kernel's vector size."""
+    """Return whether every piece begins and ends at a multiple of 16 bytes, as the kernel requires."""
     return all(
         number % _VECTOR == 0
         for plane in layout.planes
@@ -158,13 +158,13 @@ def fits_kernel(layout: PageLayout) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _CopyStream:
-    """A stream in the form that CuPy's launch takes: it reads only the handle."""
+    """A stream for CuPy's launch, which reads only the handle ``ptr``."""
 
     ptr: int
 
 
 def cupy_launch(device: torch.device) -> Launch | None:
-    """Compile the kernel with CuPy for a GPU. Return None if that fails, which only costs speed."""
+    """Compile ``copy_blocks.cu`` with CuPy for a GPU. Return None if this fails; torch is then used."""
     try:
         import cupy
     except ImportError:

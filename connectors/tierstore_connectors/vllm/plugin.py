@@ -1,9 +1,8 @@
-"""vLLM's plug-in: ``TIERSTORE=auto vllm serve MODEL`` is an engine with the connector.
+"""The plug-in for vLLM: with ``TIERSTORE=auto vllm serve MODEL`` an engine uses the connector.
 
-vLLM calls the plug-in in each of its processes (``tierstore_start.vllm_plugin``). Engines of the command line
-and of ``LLM`` make their configuration from ``EngineArgs``, in the parent of all other processes. So the
-connector is set there, and the other processes receive it with the configuration. A connector that the user
-has chosen stays.
+vLLM calls the plug-in in each of its processes (``tierstore_start.vllm_plugin``). ``vllm serve`` and ``LLM``
+make their configuration from ``EngineArgs`` in the first process, and send it to all other processes. So the
+plug-in sets the connector in ``EngineArgs``, unless the user has chosen a connector.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _log = logging.getLogger("vllm.tierstore")  # a child of vLLM's logger, so that 
 
 @functools.cache
 def install() -> None:
-    """Have ``EngineArgs`` choose the connector. Repeated calls do nothing."""
+    """Wrap ``EngineArgs.create_engine_config`` so that it sets the connector. Repeated calls do nothing."""
     make = EngineArgs.create_engine_config
 
     @functools.wraps(make)
@@ -41,7 +40,7 @@ def install() -> None:
 
 @dataclass(frozen=True, slots=True)
 class PluginChoice:
-    """The ``--kv-transfer-config`` that the plug-in sets, None for none, and the log's line about it."""
+    """The ``--kv-transfer-config`` that the plug-in sets, or None, and the log message about the choice."""
 
     flags: dict[str, Any] | None
     line: str
@@ -49,8 +48,8 @@ class PluginChoice:
 
 
 def _configured(arguments: Any, make: Callable[[], Any]) -> Any:
-    """Return the engine's configuration, with the connector if nothing speaks against it. Log one line when
-    it is made: from vLLM 0.32 on this configures the log."""
+    """Return the engine's configuration, with the connector if vLLM accepts it. Log one line afterwards,
+    because making the configuration sets up vLLM's log from vLLM 0.32 on."""
     choice = _choice(arguments)
     if choice.flags is None:
         config = make()
@@ -58,20 +57,20 @@ def _configured(arguments: Any, make: Callable[[], Any]) -> Any:
         arguments.kv_transfer_config = KVTransferConfig(**choice.flags)
         try:
             config = make()
-        except Exception as refusal:  # noqa: BLE001  # an engine that starts without the connector must start
-            reason = " ".join(str(refusal).split())  # pydantic's has several lines
+        except Exception as refusal:  # noqa: BLE001  # the engine must start without the connector
+            reason = " ".join(str(refusal).split())  # an error of pydantic has several lines
             choice = PluginChoice(
                 None, f"runs without the cache: vLLM refuses the connector: {reason}", logging.WARNING
             )
         if choice.flags is None:
             arguments.kv_transfer_config = None
-            config = make()  # raises again if the connector is not the reason
+            config = make()  # raises again if the connector is not the cause of the error
     _log.log(choice.level, "tierstore: %s", choice.line)
     return config
 
 
 def _choice(arguments: Any) -> PluginChoice:
-    """Choose the flags, unless the user has chosen, or there is no store."""
+    """Choose the flags. Return none if the user has chosen a connector or no store can be used."""
     given = {
         "--kv-transfer-config": arguments.kv_transfer_config,
         "--kv-offloading-size": arguments.kv_offloading_size,

@@ -1,4 +1,4 @@
-"""Turn the tensors that vLLM registers into the groups of a worker."""
+"""Make the groups of a worker from the KV tensors that vLLM registers."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ def register_groups(
     rank: Rank,
     shared: SharedModel | None = None,
 ) -> dict[int, WorkerGroup]:
-    """Return the groups with layers on this worker, by number.
+    """Return the KV cache groups with layers on this worker, by number.
 
-    ``config`` is vLLM's, ``revision`` identifies the weights, ``caches`` has the KV tensors by layer.
-    ``shared`` makes the groups if engines share their pages. Raises :class:`UnsupportedError` for a
-    configuration or tensors that are not understood, and :class:`~tierstore.errors.UsageError` for those that
-    cannot be shared.
+    ``config`` is a ``VllmConfig`` and ``version`` vLLM's version. ``revision`` identifies the weights.
+    ``caches`` has the KV tensors by layer name. ``shared`` makes the groups if engines share pages. Raise
+    :class:`UnsupportedError` for a configuration or tensors that cannot be stored, and
+    :class:`~tierstore.errors.UsageError` for KV that cannot be shared.
     """
     parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise UnsupportedError("context parallelism spreads a block's tokens over workers")
+        raise UnsupportedError(
+            "context parallelism is not supported: it spreads a block's tokens over workers"
+        )
     tensors = {name: tensor for name, tensor in caches.items() if isinstance(tensor, torch.Tensor)}
     devices = {tensor.device for tensor in tensors.values()}
     if len(devices) != 1 or len(tensors) != len(caches):
@@ -52,11 +54,11 @@ def register_groups(
     for group in groups.groups:
         own = _own(group, tensors)
         if not own:
-            continue  # other pipeline stages have its layers
+            continue  # all layers of the group are in other pipeline stages
         shapes = [_shape(name, tensor) for name, tensor in own.items()]
         layout = page_layout(shapes, num_blocks=num_blocks, blocks=groups.blocks_per_page(group))
         if shared is not None:
-            # Layers of several block tables may lie in the same memory.
+            # Layers with different block tables may use the same memory, so all layers are needed here.
             every = {name: tensors[name] for name in group.layers if name in tensors}
             kernels = _kernels(config, every)
             kept[group.number] = shared.worker_group(group, layout, every, kernels, shared_blocks)
@@ -75,13 +77,13 @@ def register_groups(
 
 
 def _own(group: CacheGroup, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a group's tensors on this worker. A tensor that several layers share is returned once."""
+    """Return a group's tensors on this worker by layer name, each once even if several layers share it."""
     own: dict[str, torch.Tensor] = {}
     seen: set[object] = set()
     for name in group.layers:
         tensor = tensors.get(name)
         if tensor is None:
-            continue  # a layer of another pipeline stage
+            continue  # the layer is in another pipeline stage
         place = (tensor.data_ptr(), tensor.shape, tensor.stride())
         if place not in seen:
             seen.add(place)
@@ -98,8 +100,8 @@ def _shape(name: str, tensor: torch.Tensor) -> TensorShape:
 def _blocks_on(
     device: torch.device,
 ) -> tuple[Callable[[PageLayout, Sequence[torch.Tensor]], GroupBlockCopies], BlocksOf]:
-    """Return the functions that make a group's blocks on this device: of vLLM's own pages, and of pages that
-    engines share."""
+    """Return two functions that make a group's block copies on ``device``: for vLLM's own pages, and for
+    pages that engines share."""
     if device.type == "cpu":
         return (lambda layout, tensors: HostBlocks(layout)), host_blocks
     if device.type == "cuda" and torch.version.hip is None:
@@ -112,7 +114,7 @@ def _blocks_on(
 
 
 def _backends(config: Any, groups: Groups) -> list[str]:
-    """Return the attention backends of the stored layers: they define the bytes of a block."""
+    """Return the attention backends of the stored layers, which define the order of bytes in a block."""
     layers = config.compilation_config.static_forward_context
     names = set()
     for group in groups.groups:
@@ -121,13 +123,13 @@ def _backends(config: Any, groups: Groups) -> list[str]:
                 backend = layers[name].get_attn_backend()
                 names.add(f"{backend.__module__}.{backend.__qualname__}")
     if not names:
-        raise UnsupportedError("the attention backend is not known")
+        raise UnsupportedError("no stored layer has a known attention backend")
     return sorted(names)
 
 
 def _kernels(config: Any, names: Iterable[str]) -> dict[str, str]:
-    """Return the name of each layer's attention backend; for a processor's, with the kernels that it has
-    chosen."""
+    """Return the name of each layer's attention backend. On a CPU the name of the chosen kernels follows in
+    brackets."""
     layers = config.compilation_config.static_forward_context
     found = {}
     for name in names:

@@ -1,18 +1,18 @@
-"""The scheduler's half: it decides what is promised, loaded and saved, and handles no bytes.
+"""The scheduler half of vLLM's connector: it decides what is loaded and saved, and handles no bytes.
 
-All of it runs on the scheduler's one thread in every step of the engine, so it must be quick. Threads ask the
-daemon (``lookup.py``), and an answer is kept until it is used.
+The scheduler half runs on the scheduler's one thread in every step of the engine, so it must be fast. Other
+threads wait for the daemon's answers (``lookup.py``), and an answer is kept until vLLM schedules the request.
 
-**Failed loads cannot loop.** vLLM asks again after a failed load. A request is promised one load, and one
-more after each preemption. Chunks that failed are promised to no request for a while.
+**Failed loads cannot loop.** vLLM schedules a request again after a failed load. So a request gets one load,
+and one more after each preemption. Chunks whose load failed are not loaded for any request for 30 seconds.
 
-**The daemon is asked only if its answer matters.** A prompt that is complete in vLLM's own cache is not
-looked up, and is saved at most once a minute. Prompts that arrive together are looked up together.
+**Unnecessary lookups and saves are avoided.** A prompt that is complete in vLLM's own cache is not looked up,
+and is saved at most once a minute. Prompts that arrive together are looked up together.
 
-**When a chunk is saved.** A chunk is saved after the step that completes its blocks: vLLM has hashed and
-computed all of its tokens. Drafts of speculative decoding may be rejected and are therefore never saved. A
-state is saved when vLLM names the block that holds it, or when vLLM continues from a state that the store may
-lack (``groups.py``).
+**Time of a save.** A chunk is saved after the step that completes its blocks, when vLLM has hashed and
+computed all of its tokens. Draft tokens of speculative decoding may be rejected, so they are never saved. A
+recurrent state is saved when vLLM reports the block that holds it, or when vLLM continues from a state that
+the store may lack (``groups.py``).
 """
 
 from __future__ import annotations
@@ -64,28 +64,30 @@ from tierstore_connectors.vllm.orders import (
 )
 
 _log = logging.getLogger("vllm.tierstore")
-_ANSWER_S = 20.0  # older answers are asked for again: the daemon holds pages for a minute
+_ANSWER_S = 20.0  # a prompt is looked up again after this time: the daemon's lease ends after a minute
 _REFUSED_S, _MOST_REFUSED = 30.0, 4096
 _STORED_S, _MOST_STORED = 60.0, 65_536
 
 
 @dataclass(slots=True, eq=False)
 class TrackedRequest:
-    """One request, from its arrival to its end.
+    """The state of one request, from the request's arrival to its end.
 
+    - ``answer``: loadable tokens according to the lookup, or None; ``answered_at``: the lookup's end.
     - ``held``: tokens in the store, according to the lookup. ``local``: tokens in vLLM's own cache.
-    - ``known``: chunks that the workers know. ``saved``: chunks that need no save.
-    - ``loads``: how many loads were promised.
-    - ``resumable``, for models with states: the store has, or gets, all states at the end of this chunk of
-      the prompt, and needs none before it.
-    - ``stale``: part of its KV was computed before :meth:`SchedulerHalf.forget_everything`. Nothing of it may
-      be saved.
-    - ``uncached``: the adapter or image that it is computed with is unknown. It is neither loaded nor saved.
-    - ``promise``: the promise of another engine; None once it was waited for.
-    - ``explained``: the reasons of its missed tokens were asked for.
+    - ``known``: leading chunks whose keys the workers have. ``saved``: leading chunks that need no save.
+    - ``loads``: the number of loads promised to vLLM.
+    - ``resumable``, for models with recurrent states: the number of leading chunks at whose end the store
+      has, or will have, all states. States at earlier chunks are not saved.
+    - ``stale``: True if part of the request's KV was computed before
+      :meth:`SchedulerHalf.forget_everything`. The request's chunks are then not saved.
+    - ``uncached``: True if the request's adapter or image is unknown. The request's chunks are then neither
+      loaded nor saved.
+    - ``promise``: the promise of another engine; None after the wait for it.
+    - ``explained``: True after the reasons of missed tokens were requested.
     """
 
-    request: Any  # vLLM's
+    request: Any  # vLLM's ``Request``
     options: RequestOptions
     secret: Secret
     media: int
@@ -102,7 +104,7 @@ class TrackedRequest:
     loads: int = 0
     stale: bool = False
     uncached: bool = False
-    loading: tuple[int, int] | None = None  # from chunk, to chunk
+    loading: tuple[int, int] | None = None  # first chunk, end (exclusive)
     promise: Promise | None = None
     explained: bool = False
 
@@ -115,7 +117,7 @@ class TrackedRequest:
         hash_tokens: int,
         settings: VllmSettings,
     ) -> tuple[TrackedRequest, Sequence[str]]:
-        """Return the tracked request, and problems to log."""
+        """Return the tracked request, and log messages about problems."""
         options, problem = RequestOptions.parse(
             request.kv_transfer_params, prompt_tokens=request.num_prompt_tokens
         )
@@ -148,14 +150,14 @@ class TrackedRequest:
         return len(self.keys)
 
     def has_expired(self, now: float) -> bool:
-        """Return whether the leases on its pages may end soon, so that it must be looked up again."""
+        """Return whether the lease on the lookup's pages may end soon, so that a new lookup is necessary."""
         if self.answer is not None:
             return now - self.answered_at > _ANSWER_S
-        lookup = self.lookup  # may have been made long before vLLM asked
+        lookup = self.lookup  # may be older than vLLM's first call about the request
         return lookup is not None and lookup.first_polled is None and now - lookup.asked_at > _ANSWER_S
 
     def release(self) -> None:
-        """Drop the lookup and the leases on the pages that it found."""
+        """Drop the lookup and the lease on its pages."""
         if self.lookup is not None:
             self.lookup.release()
         self.lookup = None
@@ -164,8 +166,8 @@ class TrackedRequest:
 
 
 def _require_tokens(request: Any) -> None:
-    """Raise :class:`UnsupportedError` for a request whose KV depends on more than its tokens: the keys of
-    pages that engines share are made from tokens only."""
+    """Raise :class:`UnsupportedError` for a request whose KV depends on more than its tokens, because the
+    keys of pages that engines share are made from tokens only."""
     more = {
         "an adapter": request.lora_request,
         "a cache_salt": request.cache_salt,
@@ -181,7 +183,8 @@ def _require_tokens(request: Any) -> None:
 
 @dataclass(slots=True)
 class _TimedPrefill:
-    """A prompt that is computed alone since ``began``: ``tokens`` so far, after ``behind`` earlier tokens."""
+    """A prompt that is computed without other requests since ``began``: ``tokens`` tokens so far, from
+    position ``behind`` on."""
 
     request: str
     behind: int
@@ -191,7 +194,7 @@ class _TimedPrefill:
 
 
 def _computed_before(output: Any) -> dict[str, int]:
-    """Return the number of tokens computed before this step, by request."""
+    """Return for each request of a step the number of its tokens computed before the step."""
     computed = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
     cached = output.scheduled_cached_reqs
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -199,8 +202,8 @@ def _computed_before(output: Any) -> dict[str, int]:
 
 
 class SchedulerHalf:
-    """The scheduler's half; see the module. Nothing is found before :meth:`connect`. ``loads`` and ``saves``
-    say whether this engine may load from and save to the store."""
+    """The scheduler half; see the module. No page is found before :meth:`connect`. ``loads`` and ``saves``
+    say whether this engine may load from the store and save to it."""
 
     def __init__(
         self,
@@ -218,8 +221,8 @@ class SchedulerHalf:
         self.counters = counters
         self.errors = errors
         self.misses = MissReporter(_log, counters, errors) if settings.explain else None
-        # ``refused`` has chunks whose load failed: they are not promised for a while, so that failures do not
-        # loop. ``stored`` has the last chunk of each prompt that is known to be stored.
+        # ``refused`` has chunks whose load failed recently, so that failures do not loop. ``stored`` has the
+        # last stored chunk of each prompt that was found or saved recently.
         self.refused = RecentKeys(_REFUSED_S, _MOST_REFUSED)
         self.stored = RecentKeys(_STORED_S, _MOST_STORED)
         self.epoch = ""
@@ -228,28 +231,29 @@ class SchedulerHalf:
         self._may_load, self._may_save = loads, saves
         self._adapters = AdapterVersions()
         self._media = MediaContents()
-        self._unasked: dict[str, TrackedRequest] = {}  # arrived, not looked up yet
-        self._ahead: set[str] = set()  # looked up, but without blocks from vLLM yet
+        self._unasked: dict[str, TrackedRequest] = {}  # new requests that were not looked up yet
+        self._ahead: set[str] = set()  # looked-up requests without blocks from vLLM yet
         self._tracked: dict[str, TrackedRequest] = {}
-        self._promised: dict[str, TrackedRequest] = {}  # loads that vLLM waits for
+        self._promised: dict[str, TrackedRequest] = {}  # requests whose load vLLM waits for
         self._loads: list[LoadOrder] = []
         self._grown: list[PromptUpdate] = []
-        self._lost: list[str] = []  # promised loads that failed before they were ordered
+        self._lost: list[str] = []  # requests whose promised load could not be ordered
         self._forget: list[str] = []
         self._pin: list[str] = []
         self._tables = BlockTables()
         self._steps = 0
-        self._timed: _TimedPrefill | None = None  # the prompt that is computed alone, if one is
-        self._patient = True  # whether a lookup of this step may still be waited for
+        self._timed: _TimedPrefill | None = None  # the prompt that is computed alone now, if any
+        self._patient = True  # whether this step may still wait for a lookup
         self._idle = True  # whether the last step computed nothing
 
     def connect(self, shards: Sequence[Shard]) -> None:
-        """Connect to the daemon, for these workers. Raises :class:`~tierstore.errors.UsageError`."""
+        """Connect to the daemon, for pages of the workers ``shards``. Raise
+        :class:`~tierstore.errors.UsageError` for an invalid address or too many identities."""
         identities = sum(len(shard.groups) for shard in shards)
         if identities > MOST_IDENTITIES:
             raise UsageError(
                 f"{len(shards)} workers with their KV cache groups have {identities} identities, but the "
-                f"daemon takes at most {MOST_IDENTITIES} per client connection"
+                f"daemon accepts at most {MOST_IDENTITIES} per client connection"
             )
         self.lookups.connect(shards)
 
@@ -263,9 +267,9 @@ class SchedulerHalf:
         self.lookups.close()
 
     def forget_everything(self, epoch: str) -> None:
-        """Keep pages under a new identity from now on.
+        """Use a new identity for pages from now on, so that earlier pages are not found.
 
-        Running requests continue with KV from before. They are not saved unless vLLM restarts them.
+        Running requests continue with their earlier KV, and are not saved unless vLLM recomputes them.
         """
         self.epoch = epoch
         self.stored.clear()
@@ -276,7 +280,7 @@ class SchedulerHalf:
         self.lookups.renew(epoch)
 
     def adapter_loads(self, adapter: Any) -> None:
-        """Record the adapter's files of this moment. vLLM computes requests with them."""
+        """Record the adapter's current files, which vLLM is about to load."""
         try:
             self._adapters.version(adapter)
         except UnsupportedError as error:
@@ -285,20 +289,20 @@ class SchedulerHalf:
     # -- finding -------------------------------------------------------------------------------------
 
     def arrived(self, request: Any) -> None:
-        """Record a new request. It is looked up when vLLM asks about it, or with the next step if vLLM has no
-        room for it yet."""
+        """Record a new request, which is looked up when vLLM calls :meth:`matched`, or in the next step if
+        vLLM cannot schedule it yet."""
         self._unasked[request.request_id] = self._track(request)
 
     def matched(self, request: Any, local: int) -> int | None:
-        """Return how many tokens after the ``local`` ones can be loaded; None asks vLLM to call again in the
-        next step. vLLM calls this hundreds of times for a request that waits for room."""
+        """Return how many tokens after the first ``local`` tokens can be loaded; None asks vLLM to call again
+        in the next step. vLLM calls this in every step while a request waits for free blocks."""
         tracked = self._track(request)
         tracked.local = local
         if not self._may_load or tracked.uncached or tracked.loads > request.num_preemptions:
             return 0
         if local >= self._most_chunks(tracked) * self.groups.chunk_tokens:
             self._unasked.pop(request.request_id, None)
-            return 0  # vLLM has the whole prompt
+            return 0  # vLLM's own cache has the whole prompt
         now = self._clock()
         if tracked.has_expired(now):
             tracked.release()
@@ -315,11 +319,11 @@ class SchedulerHalf:
         return max(limited - local, 0)
 
     def _most_chunks(self, tracked: TrackedRequest) -> int:
-        """Return how many chunks may be loaded: vLLM must compute at least one token."""
+        """Return how many chunks may be loaded, so that vLLM computes at least one token."""
         return int((tracked.request.num_tokens - 1) // self.groups.chunk_tokens)
 
     def _poll(self, lookup: PromptLookup) -> int | None:
-        # Waiting for the pages of another engine must not delay other requests.
+        # Waiting for another engine's pages must not delay other requests.
         patient = self._patient and (self._idle or lookup.promise is None)
         self._patient = self._patient and not patient
         answer = self.lookups.poll(lookup, patient=patient)
@@ -336,7 +340,7 @@ class SchedulerHalf:
         self.counters.add("lookups")
         self.counters.add("lookup_tokens", len(tracked.keys) * chunk_tokens)
         self.counters.add("found_tokens", answer)
-        if tracked.promise is not None:  # waited for only once
+        if tracked.promise is not None:
             expected = min(tracked.promise.tokens // chunk_tokens, self._most_chunks(tracked)) * chunk_tokens
             self.counters.add("expected_tokens", expected)
             self.counters.add("missing_tokens", max(expected - answer, 0))
@@ -345,7 +349,7 @@ class SchedulerHalf:
         if declined:
             self.counters.add("declined_tokens", declined)
         _log.debug(
-            "tierstore: request %s: %d of %d tokens are held, %d declined because computing is faster%s",
+            "tierstore: request %s: %d of %d tokens are stored, %d declined because computing is faster%s",
             tracked.request.request_id,
             answer,
             len(tracked.keys) * chunk_tokens,
@@ -354,20 +358,22 @@ class SchedulerHalf:
         )
 
     def _explain(self, misses: MissReporter, tracked: TrackedRequest, reused: int) -> None:
-        """Report why tokens behind the ``reused`` ones are missed. The store is asked on another thread."""
+        """Report why the tokens after the ``reused`` ones are missed, on another thread if the store must
+        answer."""
         name, tokens = tracked.request.request_id, tracked.request.num_tokens
         chunks = self._most_chunks(tracked) * self.groups.chunk_tokens
         lookup = tracked.lookup
         if reused >= chunks:
             misses.report(name, tokens, reused, [])
         elif lookup is None:
-            away = Miss(MissReason.LATE, reused, chunks - reused, why="the daemon is away")
+            away = Miss(MissReason.LATE, reused, chunks - reused, why="the daemon is not connected")
             misses.report(name, tokens, reused, [away])
         else:
             misses.explain(name, tokens, reused, self.lookups.explanation(lookup))
 
     def _limited(self, tracked: TrackedRequest, now: float) -> int:
-        """Return the number of tokens that may be promised: without chunks whose load failed lately."""
+        """Return the number of tokens that may be promised, which excludes chunks whose load failed
+        recently."""
         chunk_tokens = self.groups.chunk_tokens
         answer = tracked.answer or 0
         held = min(answer // chunk_tokens, self._most_chunks(tracked))
@@ -375,8 +381,8 @@ class SchedulerHalf:
         return 0 if limited < answer and self.groups.with_names else limited
 
     def _look_up(self, first: TrackedRequest) -> None:
-        """Look up this request now, together with other waiting requests. Without a daemon nothing is
-        found."""
+        """Start to look up this request, together with other waiting requests, if the daemon can be
+        asked."""
         if first.looked_up:
             return
         first.looked_up = True
@@ -385,12 +391,12 @@ class SchedulerHalf:
             self._ask([first, *self._next_unasked()])
 
     def _look_up_waiting(self) -> None:
-        """Look up requests that vLLM has no room for yet."""
+        """Start to look up requests that vLLM cannot schedule yet."""
         if self._unasked and len(self._ahead) < self._settings.ahead and self.lookups.may_ask():
             self._ask(self._next_unasked())
 
     def _next_unasked(self) -> list[TrackedRequest]:
-        """Take waiting requests, as many as may be looked up ahead of vLLM's questions."""
+        """Take the waiting requests that may be looked up before vLLM schedules them (setting ``ahead``)."""
         count = min(self._settings.ahead - len(self._ahead), len(self._unasked))
         waiting = [self._unasked.pop(next(iter(self._unasked))) for _ in range(count)]
         return [each for each in waiting if self._has_chunks(each)]
@@ -425,13 +431,13 @@ class SchedulerHalf:
     # -- loading -------------------------------------------------------------------------------------
 
     def allocated(self, request: Any, tables: BlockTable, external: int) -> None:
-        """Order the load of ``external`` tokens of a request, which vLLM has just given its blocks."""
+        """Order the load of ``external`` tokens of a request, to which vLLM has just given blocks."""
         tracked = self._track(request)
         self._unasked.pop(request.request_id, None)
         self._ahead.discard(request.request_id)
         chunk_tokens = self.groups.chunk_tokens
         size = tracked.lookup.size if tracked.lookup is not None else 0
-        # Pages of another size are no parents of this engine's own, which are saved from the first on.
+        # Pages of another size are not the parents of this engine's pages, which are saved from chunk 0 on.
         stored = 0 if size else tracked.held // chunk_tokens
         if tracked.answer is None and not tracked.options.hands_over:  # not looked up
             tracked.update_keys(self.groups)
@@ -447,7 +453,7 @@ class SchedulerHalf:
         self._lost.append(request.request_id)  # until the load is ordered
         end = tracked.local + external
         assert end == tracked.answer or not self.groups.with_states, (
-            "a load with states ends where they were found"
+            "a load with recurrent states must have the length of the hit"
         )
         chunks = -(-end // chunk_tokens)
         groups = [
@@ -461,7 +467,7 @@ class SchedulerHalf:
         self.counters.add("promised_tokens", external)
 
     def reported(self, finished: Sequence[str], report: LoadReport | None) -> None:
-        """Take in the results of loads."""
+        """Process the results of loads."""
         failed = report.failed if report is not None else {}
         now = self._clock()
         for request, chunk in failed.items():
@@ -472,7 +478,7 @@ class SchedulerHalf:
             if at < len(tracked.keys):
                 self.refused.add(tracked.keys[at], now)
                 self.stored.discard(tracked.keys[at:])
-            tracked.held = tracked.saved = tracked.resumable = 0  # its pages may be gone
+            tracked.held = tracked.saved = tracked.resumable = 0  # the store may have lost the pages
             self.counters.add("failed_loads")
         for request in finished:
             tracked = self._promised.pop(request, None)
@@ -481,14 +487,14 @@ class SchedulerHalf:
                 tracked.release()
 
     def from_disk(self, request_id: str) -> int:
-        """Return how many of the loaded tokens came from disk."""
+        """Return how many of a request's loaded tokens were on disk."""
         tracked = self._tracked.get(request_id)
         return tracked.lookup.on_disk if tracked is not None and tracked.lookup is not None else 0
 
     # -- the orders of a step --------------------------------------------------------------------------
 
     def work(self, output: Any) -> StepWork:
-        """Return the orders for a step. ``output`` is vLLM's ``SchedulerOutput`` and is not changed."""
+        """Return the orders for a step. ``output`` is vLLM's ``SchedulerOutput``."""
         self._steps += 1
         self._patient = True
         self._preempted(output.preempted_req_ids or ())
@@ -508,19 +514,19 @@ class SchedulerHalf:
         return work
 
     def no_work(self) -> StepWork:
-        """Return the orders for a step in which :meth:`work` failed: refuse loads that were not ordered, and
-        end saves whose blocks the step may overwrite."""
+        """Return the orders for a step in which :meth:`work` raised: refuse loads that were not ordered, and
+        end all saves, because the step may overwrite their blocks."""
         lost = [order.request for order in self._loads] + self._lost
         self._loads, self._lost, self._grown = [], [], []
         for tracked in self._tracked.values():
-            tracked.known = tracked.saved = tracked.resumable = 0  # the workers' state is uncertain
+            tracked.known = tracked.saved = tracked.resumable = 0  # the workers may have missed updates
         work = StepWork(self._steps, self.epoch, refused=lost, forget=[*self._forget, *self._tracked])
         work.all_fresh = True
         self._forget, self._pin = [], []
         return work
 
     def lose(self, request_id: str) -> None:
-        """Refuse a load that vLLM waits for, because something failed before it was ordered."""
+        """Refuse a load that vLLM waits for, because an error occurred before the load was ordered."""
         tracked = self._tracked.get(request_id)
         if tracked is not None and request_id not in self._promised:
             self._promised[request_id] = tracked
@@ -536,9 +542,9 @@ class SchedulerHalf:
                 tracked.stale = False
 
     def _time_prefill(self, output: Any) -> None:
-        """Report to the planner how long a prompt took that was computed alone. The time runs from its first
-        step to its second decode: with asynchronous scheduling the second decode is scheduled when the prompt
-        is done."""
+        """Measure for the planner how long prefill takes for a prompt that is computed without other
+        requests. The time ends when the second decode step is scheduled, because with asynchronous scheduling
+        the first decode step is scheduled before prefill has ended."""
         scheduled = output.num_scheduled_tokens
         timed, self._timed = self._timed, None
         if len(scheduled) != 1:
@@ -579,8 +585,8 @@ class SchedulerHalf:
         return orders
 
     def _has_its_adapter(self, tracked: TrackedRequest) -> bool:
-        """Return whether the adapter's files are the same as at the request's arrival. vLLM loads them when
-        it computes."""
+        """Return whether a request's adapter, if any, has the same files as when the request arrived. vLLM
+        may load the files after that."""
         if tracked.request.lora_request is not None:
             try:
                 self._adapters.version(tracked.request.lora_request)
@@ -592,8 +598,8 @@ class SchedulerHalf:
     def _states(
         self, tracked: TrackedRequest, resumed: int, computed: int, table: Callable[[], BlockTable]
     ) -> list[GroupBlocks]:
-        """Return the states to save after a step. ``computed`` tokens are computed by then; a request that
-        starts with this step continues from its first ``resumed`` tokens."""
+        """Return the recurrent states to save after a step. ``computed`` tokens of the request are computed
+        then. ``resumed`` is the number of reused tokens if this is the request's first step, otherwise 0."""
         chunk_tokens = self.groups.chunk_tokens
         found = list(self._tables.states(tracked.request.request_id))
         if resumed // chunk_tokens > tracked.saved:
@@ -645,7 +651,7 @@ class SchedulerHalf:
         )
 
     def _grow(self, tracked: TrackedRequest, chunks: int) -> None:
-        """Send the first ``chunks`` chunks of a prompt to the workers."""
+        """Send the keys and tokens of a prompt's first ``chunks`` chunks to the workers."""
         known = tracked.known
         if chunks <= known:
             return
@@ -658,10 +664,10 @@ class SchedulerHalf:
     # -- ending --------------------------------------------------------------------------------------
 
     def handed_over(self, request_id: str) -> Promise | None:
-        """Return the promise for the engine that continues this prompt, or None if there is none.
+        """Return the promise for the engine that continues this prompt, or None if no engine does.
 
-        The workers got the pages' save orders with the step that completed them. No block is held for the
-        other engine. Call it before :meth:`finished`.
+        The workers have received the save orders of the promised pages in earlier steps. No block is held
+        back for the other engine. Call this method before :meth:`finished`.
         """
         tracked = self._tracked.get(request_id)
         if tracked is None or not tracked.options.hands_over:
@@ -694,5 +700,5 @@ class SchedulerHalf:
 
     @property
     def requests(self) -> Mapping[str, TrackedRequest]:
-        """Return the unfinished requests. For tests."""
+        """Return the unfinished requests by id, for tests."""
         return self._tracked

@@ -1,15 +1,16 @@
-"""Shared pages in vLLM: the places of keys and values in its blocks, and the refusals.
+"""Pages that vLLM shares with other engines: the addresses of K and V in vLLM's blocks.
 
 vLLM registers one tensor per layer, ``[blocks, kv_heads, tokens, 2 × head_dim]``, with any strides
-(``layout.py``). The attention backend decides the order within one head of a block. These backends are known
-by name. Any other backend refuses sharing:
+(``layout.py``). The attention backend decides the order of numbers within one head of a block. Sharing is
+refused for all attention backends except these:
 
-- ``CPU_ATTN`` with its portable kernels: K as ``[head_dim, tokens]``, then V as ``[tokens, head_dim]``
-  (csrc/cpu/cpu_attn_vec.hpp, 0.32). Its kernels for AMX and NEON use other orders, and are refused.
-- ``FLASH_ATTN`` and ``TRITON_ATTN``: each token has its K, then its V.
+- ``CPU_ATTN`` with its portable kernels stores K as ``[head_dim, tokens]``, then V as ``[tokens, head_dim]``
+  (csrc/cpu/cpu_attn_vec.hpp, vLLM 0.32). The ``CPU_ATTN`` kernels for AMX and NEON use other orders, and are
+  refused.
+- ``FLASH_ATTN`` and ``TRITON_ATTN`` store for each token its K, then its V.
 
-vLLM may divide a block into smaller blocks for a kernel. The tensor then has the smaller blocks, ``pieces``
-for each block.
+vLLM may divide a block into smaller blocks for a kernel. The tensor's first dimension then counts the smaller
+blocks, ``pieces`` for each block.
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ import torch
 from tierstore.groups import GroupRule
 from tierstore.keys import Identity
 from tierstore.spec import KVSpec
-from tierstore.tiers.pinned import Pin
 from tierstore_connectors.common.shared_pages import (
     BlockConverter,
     EngineBlocks,
@@ -37,22 +37,22 @@ from tierstore_connectors.common.shared_pages import (
 )
 from tierstore_connectors.common.sharing import refusal, shared_identity
 from tierstore_connectors.vllm.config import VllmSettings
-from tierstore_connectors.vllm.copies import GroupBlockCopies
+from tierstore_connectors.vllm.copies import GroupBlockCopies, InHostMemory
 from tierstore_connectors.vllm.groups import CacheGroup
 from tierstore_connectors.vllm.layout import PageLayout
 from tierstore_connectors.vllm.orders import NULL_BLOCK, GroupShard, Rank
 from tierstore_connectors.vllm.worker import LoadSource, WorkerGroup
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_TRANSPOSED = frozenset({"vec", "vec16"})  # kernels of CPU_ATTN with K transposed, and no other change
-_FORMATS = ("auto", "safetensors", "hf")  # formats of weights that the digest of the files covers
+_TRANSPOSED = frozenset({"vec", "vec16"})  # CPU_ATTN's kernels that only transpose K
+_FORMATS = ("auto", "safetensors", "hf")  # load formats whose weights the files' digest identifies
 _BY_TOKEN = frozenset({"FLASH_ATTN", "TRITON_ATTN"})
 
 
 def model_identity(config: Any, settings: VllmSettings, chunk_tokens: int) -> Identity:
-    """Return the shared identity of the whole model. ``config`` is vLLM's own. Raises
-    :class:`~tierstore.errors.UsageError` if its pages cannot be shared. Reads the weights, unless their
-    digest is remembered."""
+    """Return the shared identity of the whole model. ``config`` is a ``VllmConfig``. Hash the weight files,
+    unless their digests are cached. Raise :class:`~tierstore.errors.UsageError` if the model's pages cannot
+    be shared."""
     _require_plain(config)
     model = config.model_config
     return shared_identity(
@@ -65,8 +65,8 @@ def model_identity(config: Any, settings: VllmSettings, chunk_tokens: int) -> Id
 
 
 def _require_plain(config: Any) -> None:
-    """Raise :class:`~tierstore.errors.UsageError` if vLLM's options change the model that its files
-    describe."""
+    """Raise :class:`~tierstore.errors.UsageError` if options of vLLM change the arithmetic of the model in
+    its files."""
     model, cache = config.model_config, config.cache_config
     given = {
         "--quantization": model.quantization,
@@ -84,32 +84,26 @@ def _require_plain(config: Any) -> None:
         raise refusal(f"{', '.join(changes)} may change KV")
 
 
-class SharedBlocks(BlockConverter):
-    """KV tensors in host memory as the blocks of shared pages."""
-
-    def computed(self) -> None:
-        """Do nothing: the processor computes in order."""
-
-    def share(self, pin: Pin) -> None:
-        """Do nothing: the processor reaches every arena."""
+class SharedBlocks(BlockConverter, InHostMemory):
+    """The KV blocks of a group in host memory, for pages that engines share."""
 
 
 BlocksOf: TypeAlias = (
     "Callable[[str, EngineBlocks, PartSource, Mapping[int, torch.Tensor]], GroupBlockCopies]"
 )
-"""A function that makes the copies between blocks of tensors (by layer) and pages of a layout."""
+"""A function that returns the copies between the blocks of tensors (by layer) and pages of a layout."""
 
 
 def host_blocks(
     layout: str, blocks: EngineBlocks, source: PartSource, tensors: Mapping[int, torch.Tensor]
 ) -> SharedBlocks:
-    """Return the copies for tensors in host memory."""
+    """Return the copies for KV tensors in host memory (a :data:`BlocksOf`)."""
     return SharedBlocks(layout, blocks, source, skipped=NULL_BLOCK)
 
 
 class SharedModel:
-    """Makes the groups of a worker whose pages engines share. ``model`` is the whole model's identity,
-    ``layers`` its number of layers, and ``sizes`` those of ``share_sizes``."""
+    """Makes the groups of a worker for pages that engines share. ``model`` is the identity of the whole
+    model, ``layers`` the model's number of layers, and ``sizes`` the setting ``share_sizes``."""
 
     def __init__(self, model: Identity, layers: int, rank: Rank, sizes: Sequence[tuple[int, int]]) -> None:
         self.model = model
@@ -126,9 +120,9 @@ class SharedModel:
         backends: Mapping[str, str],
         blocks_of: BlocksOf = host_blocks,
     ) -> WorkerGroup:
-        """Return a group of this worker. ``tensors`` are its KV tensors by layer, and ``backends`` the names
-        of their attention backends, with the kernels in brackets. Raises
-        :class:`~tierstore.errors.UsageError`."""
+        """Return a group of this worker. ``tensors`` are the group's KV tensors by layer name, and
+        ``backends`` the names of the layers' attention backends, with the kernels in brackets. Raise
+        :class:`~tierstore.errors.UsageError` for KV that cannot be shared."""
         numbers = {name: layer_number(name) for name in tensors}
         whole = self._whole(group, [layer_number(name) for name in group.layers])
         spec = KVSpec.parse(whole.layout)
@@ -169,14 +163,15 @@ class SharedModel:
         return WorkerGroup(pages.pages, layout, pages.blocks, others)
 
     def _whole(self, group: CacheGroup, layers: Sequence[int]) -> Identity:
-        """Return the identity of pages with all heads and layers of a group."""
+        """Return the identity of pages with all heads and layers of a group. ``layers`` are the layer numbers
+        of the group in vLLM."""
         for identity in self.model.groups:
             [kept] = KVSpec.parse(identity.layout).groups
             if set(kept.layers) >= set(layers) and GroupRule.of(kept) == group.rule:
                 mine = kept.layers if self._rank.pipelines == 1 else layers
                 if set(mine) == set(layers):
                     return identity
-        raise refusal(f"vLLM has a KV cache group of the layers {sorted(layers)}, and shared pages do not")
+        raise refusal(f"vLLM has a KV cache group of the layers {sorted(layers)}, but shared pages have none")
 
     def _part(self, kv_heads: int, layers: Sequence[int]) -> PagePart:
         rank = self._rank
@@ -191,7 +186,7 @@ class SharedModel:
 
 
 def layer_number(name: str) -> int:
-    """Return the number of a layer in the model.
+    """Return the layer's index in the model, from its name in vLLM.
 
     >>> layer_number("model.layers.12.self_attn.attn")
     12
@@ -211,10 +206,10 @@ def engine_blocks(
     head_dim: int,
     tables: Sequence[Sequence[int]] = (),
 ) -> EngineBlocks:
-    """Return the places of K and V in tensors ``[blocks, heads, tokens, 2 × head_dim]``, by layer.
-    ``backends``: for example ``FLASH_ATTN`` or ``CPU_ATTN(vec)``. ``tables`` has the layers of each block
-    table, if there are several. Raises :class:`~tierstore.errors.UsageError` for a backend or a shape that is
-    not known."""
+    """Return the addresses and strides of K and V in tensors ``[blocks, heads, tokens, 2 × head_dim]``, by
+    layer. ``backends`` has a name for each layer, for example ``FLASH_ATTN`` or ``CPU_ATTN(vec)``. ``tables``
+    has the layers of each block table, if there are several. Raise :class:`~tierstore.errors.UsageError` for
+    an unknown backend or shape."""
     layers: dict[int, Sequence[Vectors]] = {}
     shapes = set()
     for layer, tensor in tensors.items():
@@ -231,7 +226,7 @@ def engine_blocks(
 
 
 def _vectors(tensor: torch.Tensor, backend: str, head_dim: int) -> tuple[Vectors, Vectors]:
-    """Return the places of K and V of one layer."""
+    """Return the addresses and strides of K and V of one layer."""
     item, tokens = tensor.element_size(), tensor.shape[2]
     block, head, token, last = (stride * item for stride in tensor.stride())
     address, width = tensor.data_ptr(), head_dim * item
@@ -246,4 +241,4 @@ def _vectors(tensor: torch.Tensor, backend: str, head_dim: int) -> tuple[Vectors
             Vectors(address, block, head, item, tokens * item),
             Vectors(address + tokens * width, block, head, width, item),
         )
-    raise refusal(f"the place of keys in blocks of {backend} is not known")
+    raise refusal(f"the order of K and V in blocks of {backend} is not known")

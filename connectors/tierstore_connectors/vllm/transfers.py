@@ -1,16 +1,16 @@
 """Loads and saves of one worker: copies between KV blocks and the daemon's arena, while vLLM computes.
 
-**A load** looks the prompt up again, for all groups at once, under this worker's identities: the process that
-copies must hold the lease. One thread looks up, others copy, and the model's thread polls once a step. After
-a load has ended, for any reason, it writes no block any more.
+**A load** looks the prompt up again, for all groups at once and under this worker's identities, because the
+copying process must hold the lease. One thread looks up, other threads copy, and the model's thread polls
+once a step. After a load has ended, for any reason, the load writes no more blocks.
 
 **A save** reads blocks that vLLM may give to another request in any step. :meth:`Saves.fence` is called
-before a step writes such blocks. It waits a little for the saves that read them, and then cancels those
-saves. Pages copied by then are stored, the others are not.
+before a step writes such blocks. The fence waits up to ``fence_s`` for the saves that read these blocks, and
+then cancels the saves. Pages that were copied before the cancellation are stored.
 
-A step's saves start a moment later, unless a fence waits for one. Starting them takes a millisecond of
-Python, for which the model's thread would wait with the tokens it has just computed. (On two cores this was
-0.8 of the 2 ms by which the connector delayed the first token.)
+A step's saves start 4 ms after the step, or earlier if a fence waits for one of them. Starting the saves
+takes a millisecond of Python. If they started at once, the step's tokens would be sent a millisecond later.
+(On two cores this was 0.8 ms of the 2 ms by which the connector delayed the first token.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SETTLE_S = 0.004  # after a step, while vLLM samples and sends its tokens
 
 @dataclass(frozen=True, slots=True)
 class LoadPart:
-    """The pages of one group in a load: those of ``prompt`` from page ``first`` on."""
+    """The part of a load for one group: the pages of ``prompt`` from page ``first`` on."""
 
     store: Store
     prompt: Prompt
@@ -43,12 +43,12 @@ class LoadPart:
 
     @property
     def pages(self) -> int:
-        """Return how many of the prompt's pages must be held."""
+        """Return how many pages of ``prompt`` a hit must have."""
         return self.first + len(self.blocks.chunks)
 
     def loaded(self, pages: int, first: int) -> int:
-        """Return up to which chunk the prompt can be used if its first ``pages`` pages were loaded. ``first``
-        is the chunk up to which it can be used without any."""
+        """Return how many leading chunks of the request's prompt have their KV in blocks if the first
+        ``pages`` pages of ``prompt`` were loaded. ``first`` is this number without the load."""
         if pages >= self.pages:
             return self.blocks.end
         return self.blocks.first if self.prompt.named else max(pages, first)
@@ -74,33 +74,33 @@ class BlockLoad:
         self._errors = errors
         self._clock = clock
         self._lock = threading.Lock()
-        self._transfers: list[Transfer[Loaded]] = []  # guarded by _lock, as is all below
+        self._transfers: list[Transfer[Loaded]] = []  # guarded by _lock, like the attributes below
         self._started = False
         self._stopped = False
 
     def start(self, threads: Executor, moved: Callable[[], None]) -> None:
-        """Start the load. ``moved`` is called whenever the load may have ended."""
+        """Start the load. ``moved`` is called when a transfer of the load ends."""
         threads.submit(self._start, moved)
 
     def _start(self, moved: Callable[[], None]) -> None:
         try:
-            # All groups at once: each has its own identity, and all must be held.
+            # Each group has a separate identity, and the load needs a hit for each.
             hits = lookup_all((part.store, part.prompt) for part in self._parts)
             for transfer in self._start_parts(hits):
                 transfer.on_end(moved)
         except StoreClosedError:
-            self._stop()  # the connection was replaced
-        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
+            self.cancel()  # the connection was replaced
+        except Exception as error:  # noqa: BLE001  # the executor would discard it
             self._errors.caught("starting a load", error)
-            self._stop()
+            self.cancel()
         finally:
             with self._lock:
                 self._started = True
             moved()
 
     def _start_parts(self, hits: Sequence[Hit]) -> list[Transfer[Loaded]]:
-        """Start the transfers, and release the hits that are not loaded. If a group lacks a page or the
-        load was stopped, start no transfer."""
+        """Start the transfers, and release the hits that are not loaded. Start no transfer if a group lacks a
+        page or the load was stopped."""
         started = 0
         try:
             with self._lock:
@@ -122,21 +122,21 @@ class BlockLoad:
                 hit.release()
 
     def poll(self) -> int | None:
-        """Return how many chunks of the prompt are loaded in every group; None while the load is in
-        flight."""
+        """Return how many leading chunks of the prompt are in the blocks of every group; None while the load
+        is in flight."""
         with self._lock:
             transfers = list(self._transfers)
             ready = self._started and all(transfer.done for transfer in transfers)
         if not ready:
             if self._clock() < self._ends:
                 return None
-            self._stop()  # waits until no copy is in flight
+            self.cancel()  # waits until no copy is in flight
             transfers = self._transfers
         return self._outcome(transfers)
 
     def _outcome(self, transfers: Sequence[Transfer[Loaded]]) -> int:
         if not self._parts:
-            return self.order.chunks  # a pipeline stage without layers of these groups
+            return self.order.chunks  # a pipeline stage without layers of the groups to load
         first = min(part.blocks.first for part in self._parts)
         if len(transfers) < len(self._parts) or any(part.target.failed for part in self._parts):
             return first
@@ -147,16 +147,13 @@ class BlockLoad:
             loaded = min(loaded, part.loaded(result.tokens // part.prompt.chunk_tokens, first))
         return loaded
 
-    def _stop(self) -> None:
+    def cancel(self) -> None:
+        """End the load now. The load writes no block after the call."""
         with self._lock:
             self._stopped = True
             transfers = list(self._transfers)
         for transfer in transfers:
             transfer.cancel()
-
-    def cancel(self) -> None:
-        """End the load now. No block is written after the call."""
-        self._stop()
 
 
 @dataclass(slots=True, eq=False)
@@ -173,13 +170,13 @@ class BlockSave:
     hint: Hint | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
     transfer: Transfer[int] | None = None  # guarded by lock
-    stopped: bool = False  # likewise
+    stopped: bool = False  # guarded by lock
     ended: threading.Event = field(default_factory=threading.Event)
 
 
 class Saves:
-    """All saves of a worker. The model's thread calls ``begin`` and ``fence``. ``threads`` (one thread, in
-    order) runs the rest."""
+    """All saves of a worker. The model's thread calls ``begin`` and ``fence``. ``threads`` has one thread,
+    which starts the saves in order."""
 
     def __init__(
         self,
@@ -195,8 +192,8 @@ class Saves:
         self._lock = threading.Lock()
         self._fenced = threading.Condition(self._lock)
         self._fences = 0  # waiting fences; guarded by _lock
-        self._reading: dict[int, list[BlockSave]] = {}  # by block; guarded by _lock, as is the next
-        self._under_way: dict[str, list[BlockSave]] = {}  # by request
+        self._reading: dict[int, list[BlockSave]] = {}  # by block; guarded by _lock
+        self._under_way: dict[str, list[BlockSave]] = {}  # by request; guarded by _lock
 
     def __len__(self) -> int:
         """Return the number of saves in flight."""
@@ -204,7 +201,7 @@ class Saves:
             return sum(map(len, self._under_way.values()))
 
     def begin(self, saves: Sequence[BlockSave]) -> None:
-        """Save these blocks soon. They are read until their save has ended or was fenced."""
+        """Start ``saves`` soon. A save may read its blocks until the save has ended or was fenced."""
         if not saves:
             return
         with self._lock:
@@ -215,8 +212,8 @@ class Saves:
         self._threads.submit(self._start_all, saves, self._clock() + _SETTLE_S)
 
     def fence(self, blocks: Iterable[int] | None, within_s: float) -> None:
-        """End all saves that read these blocks (None: any block), within ``within_s`` seconds where
-        possible."""
+        """Wait up to ``within_s`` seconds for all saves that read ``blocks`` (None: any block), then cancel
+        them and wait for copies in flight."""
         with self._lock:
             if not self._reading:
                 return
@@ -233,7 +230,7 @@ class Saves:
                 self._fences -= 1
 
     def _end_by(self, saves: Iterable[BlockSave], ends: float) -> None:
-        """Wait for these saves until ``ends``, then cancel the rest."""
+        """Wait for ``saves`` until ``ends``, then cancel the saves that have not ended."""
         for save in saves:
             if save.stopped or save.ended.wait(max(ends - self._clock(), 0.0)):
                 continue
@@ -241,16 +238,12 @@ class Saves:
             self._stop(save)
 
     def wait(self, request: str, timeout: float) -> None:
-        """Wait for a request's saves."""
+        """Wait up to ``timeout`` seconds for a request's saves."""
         with self._lock:
             saves = list(self._under_way.get(request, ()))
         ends = self._clock() + timeout
         for save in saves:
             save.ended.wait(max(ends - self._clock(), 0.0))
-
-    def close(self, timeout: float) -> None:
-        """Wait for all saves, then cancel the rest."""
-        self.fence(None, timeout)
 
     def _start_all(self, saves: Sequence[BlockSave], due: float) -> None:
         with self._lock:
@@ -266,7 +259,7 @@ class Saves:
                     save.transfer = save.store.save_from(
                         save.prompt, save.source, save.count, first=save.first, hint=save.hint
                     )
-        except Exception as error:  # noqa: BLE001  # must not be lost on this thread
+        except Exception as error:  # noqa: BLE001  # the executor would discard it
             self._errors.caught("starting a save", error)
         transfer = save.transfer
         if transfer is None:
@@ -278,7 +271,7 @@ class Saves:
         with save.lock:
             save.stopped = True
             transfer = save.transfer
-        if transfer is not None:  # otherwise nothing was read, and nothing will be
+        if transfer is not None:  # otherwise the save has read no block and will read none
             transfer.cancel()  # waits for copies in flight
 
     def _ended(self, save: BlockSave, tokens: int) -> None:
@@ -299,8 +292,3 @@ class Saves:
             else:
                 del self._under_way[save.request]
         save.ended.set()
-
-
-def blocks_of(chunks: Sequence[Sequence[int]]) -> frozenset[int]:
-    """Return the blocks of chunks as one set."""
-    return frozenset(block for chunk in chunks for block in chunk)

@@ -1,9 +1,9 @@
 """Watch for events that vLLM does not report to connectors: changed weights and failed resets.
 
-vLLM tells a connector to forget (``reset_cache``) at the end of a successful reset. It does not report a
-reset that raises earlier (while a load is in flight), weights replaced by RPC, a new weight version, or
-sleep. So the methods for these are wrapped, once per process, for every engine in it. Every RPC counts as a
-change except a short list of reading ones.
+vLLM calls a connector's ``reset_cache`` at the end of a successful reset only. It does not report a reset
+that raises earlier (while a load is in flight), weights replaced by RPC, a new weight version, or sleep. So
+this module wraps the vLLM methods for these events, once per process. Every RPC to workers counts as a change
+of the weights, except the RPCs that only read (``_READING``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tierstore_connectors.vllm.fields import words
+from tierstore_connectors.common.facts import words
+from tierstore_connectors.common.guard import nothing
 
 _ATTRIBUTE = "_tierstore_watches"
 # RPCs to the workers that do not change weights.
@@ -27,19 +28,19 @@ _READING = words(
 
 
 class ChangeWatcher:
-    """A connector that reacts to these events."""
+    """A connector that is notified of changed weights and of adapters."""
 
     def weights_changed(self) -> None:
         """Record that the engine may compute with other weights from now on."""
         raise NotImplementedError
 
     def adapter_loads(self, adapter: Any) -> None:
-        """Record that vLLM is about to load a LoRA adapter. Ignored by default."""
+        """Record that vLLM is about to load a LoRA adapter. By default this does nothing."""
 
 
 def watch_engines() -> list[str]:
-    """Report these events to every :class:`ChangeWatcher` of an engine from now on. Return the names of
-    methods that this vLLM lacks."""
+    """Notify every :class:`ChangeWatcher` of an engine from now on. Return the names of methods to wrap that
+    the installed vLLM lacks."""
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
 
@@ -65,14 +66,14 @@ def watch_engines() -> list[str]:
         *_wrap(EngineCore, "collective_rpc", after=rpc_changed),
         *_wrap(EngineCore, "sleep", after=sleep_changed),
         *_wrap(EngineCore, "add_lora", before=adapter_loads),
-        *_wrap(EngineCore, "set_weight_version", after=engine_changed, needed=False),  # from 0.32 on
+        *_wrap(EngineCore, "set_weight_version", after=engine_changed, needed=False),  # from vLLM 0.32 on
         *_wrap(Scheduler, "reset_prefix_cache", after=reset_changed),
     ]
 
 
 def _watchers(scheduler: Any) -> Iterator[ChangeWatcher]:
-    """Yield the connectors of a scheduler, for KV and for embeddings, also those in vLLM's
-    ``MultiConnector``."""
+    """Yield the watching connectors of a scheduler, for KV and for embeddings, including connectors inside
+    vLLM's ``MultiConnector``."""
     connectors = [getattr(scheduler, "connector", None), getattr(scheduler, "ec_connector", None)]
     while connectors:
         connector = connectors.pop()
@@ -81,20 +82,16 @@ def _watchers(scheduler: Any) -> Iterator[ChangeWatcher]:
         connectors += getattr(connector, "_connectors", ())
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
 def _wrap(
     owner: type,
     name: str,
     *,
-    before: Callable[..., None] = _nothing,
+    before: Callable[..., None] = nothing,
     after: Callable[..., list[ChangeWatcher]] | None = None,
     needed: bool = True,
 ) -> list[str]:
-    """Wrap a method. ``after`` returns the connectors to notify when the method has ended, also if it
-    raised."""
+    """Wrap a method. ``after`` returns the connectors to notify when the method has returned or raised.
+    Return the method's name in a list if the method is ``needed`` but missing, otherwise []."""
     method = vars(owner).get(name)
     if method is None:
         return [f"{owner.__name__}.{name}"] if needed else []

@@ -1,8 +1,9 @@
-"""The worker's half: it copies KV blocks to and from the daemon's arena, and decides nothing.
+"""The worker half of vLLM's connector: it copies KV blocks to and from the daemon's arena, and decides
+nothing.
 
-vLLM calls this half on the model's thread. Each call only starts work on other threads, or looks at its
-results. The order in a step is: :meth:`WorkerHalf.fence` before any block is written, the forward pass,
-:meth:`WorkerHalf.load`, :meth:`WorkerHalf.save`, :meth:`WorkerHalf.results`.
+vLLM calls the worker half on the model's thread. A call only starts work on other threads, or reads the
+results of such work. The order in a step is: :meth:`WorkerHalf.fence`, before the step writes blocks, the
+forward pass, :meth:`WorkerHalf.load`, :meth:`WorkerHalf.save`, :meth:`WorkerHalf.results`.
 """
 
 from __future__ import annotations
@@ -36,18 +37,17 @@ from tierstore_connectors.vllm.orders import (
     SaveOrder,
     Shard,
     StepWork,
-    kept_by_name,
 )
-from tierstore_connectors.vllm.transfers import BlockLoad, BlockSave, LoadPart, Saves, blocks_of
+from tierstore_connectors.vllm.transfers import BlockLoad, BlockSave, LoadPart, Saves
 
-_IDLE_WAIT_S = 0.002  # an engine that only waits for loads spins: this wait leaves the processor to the loads
+_IDLE_WAIT_S = 0.002  # without this wait, the steps of an idle engine would take CPU time from its loads
 _PIN_WAIT_S = 5.0
 _CLOSE_S = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
-    """Pages, and the copies between them and a group's blocks."""
+    """Pages of one identity, and the copies between these pages and a group's blocks."""
 
     pages: GroupShard
     blocks: GroupBlockCopies
@@ -61,15 +61,15 @@ class WorkerGroup:
     layout: PageLayout
     blocks: GroupBlockCopies
     others: tuple[tuple[LoadSource, ...], ...] = ()
-    """Pages of engines of other sizes, from which this worker can load its blocks, as in ``Shard.others``."""
+    """Pages that engines of other parallelism save and that this worker can load, as in ``Shard.others``."""
 
     def sources(self, size: int) -> Sequence[LoadSource]:
-        """Return the pages to load together, for the ``size`` of a :class:`LoadOrder`."""
+        """Return the sources that a load needs together, for the ``size`` of a :class:`LoadOrder`."""
         return self.others[size - 1] if size else (LoadSource(self.pages, self.blocks),)
 
     @property
     def copies(self) -> list[GroupBlockCopies]:
-        """Return all copies of its blocks, to and from pages of any size."""
+        """Return all copies to and from the group's blocks."""
         return [self.blocks, *(each.blocks for source in self.others for each in source)]
 
 
@@ -77,8 +77,8 @@ class WorkerGroup:
 class Results:
     """The loads that ended since the last call.
 
-    ``blocks`` are the blocks that were not filled, for models with one group. For models with several groups
-    the whole request is in ``failed``.
+    For a model with one KV cache group, ``blocks`` has the blocks that a failed load did not fill. For a
+    model with several groups, ``failed`` has the requests whose load failed.
     """
 
     finished: set[str] = field(default_factory=set)
@@ -88,14 +88,16 @@ class Results:
 
 @dataclass(slots=True)
 class _KnownPrompt:
+    """The keys and tokens of a prompt's leading chunks, as sent by the scheduler half."""
+
     names: ChunkNames
     keys: list[PageKey] = field(default_factory=list)
     tokens: bytearray = field(default_factory=bytearray)
 
     def grow(self, grown: PromptUpdate) -> None:
-        """Append chunks, after dropping known chunks from ``grown.first`` on."""
+        """Replace the chunks from ``grown.first`` on by those of ``grown``."""
         if grown.first > len(self.keys):
-            return  # an update was missed: these chunks cannot be named
+            return  # an earlier update is missing, so the keys would have a gap
         self.names.cut(grown.first)
         del self.keys[grown.first :]
         del self.tokens[grown.first * self.names.chunk_tokens * TOKEN_BYTES :]
@@ -105,24 +107,25 @@ class _KnownPrompt:
     def pages(
         self, pages: GroupShard, identity: Identity, chunks: range, model: Identity | None
     ) -> tuple[Prompt, int]:
-        """Return a prompt that finds the pages of a group, and the position of the first of ``chunks`` in
-        it. ``model`` is the whole model's identity if engines share the pages."""
-        if kept_by_name(pages.rule) and model is None:
+        """Return a prompt that finds a group's pages of ``chunks``, and the index of the first of ``chunks``
+        in this prompt. ``model`` is the whole model's identity if engines share the pages."""
+        if not pages.rule.chained and model is None:
             return self.names.pages(identity, chunks, self.keys, self.tokens), 0
         chunk_tokens = self.names.chunk_tokens
         tokens = bytes(self.tokens[: chunks.stop * chunk_tokens * TOKEN_BYTES])
         if model is not None:
-            named = kept_by_name(pages.rule)
+            named = not pages.rule.chained
             return shared_chunks(model, identity, tokens, chunks, chunk_tokens, named=named)
         keys = self.keys[: chunks.stop]
         return Prompt.with_keys(identity, tokens, keys, chunk_tokens=chunk_tokens), chunks.start
 
 
 class WorkerStores:
-    """The client connections of a worker: one for each page layout. Groups with equal layout share one.
+    """The stores of a worker: one connection to the daemon for each page layout. Groups with equal layouts
+    share a store.
 
-    ``reach`` is called with each mapped arena, to make it accessible to a device. One thread opens the
-    stores; the stores themselves are thread-safe.
+    ``reach`` is called with each mapped arena, to register the arena with a device. One thread opens the
+    stores; the stores are thread-safe.
     """
 
     def __init__(self, settings: VllmSettings, reach: Callable[[Pin], None]) -> None:
@@ -131,7 +134,7 @@ class WorkerStores:
         self._stores: dict[str, Store] = {}
 
     def of(self, pages: GroupShard) -> Store:
-        """Return the store for a group's pages, and open it if necessary. Raises
+        """Return the store for a group's pages, which the first call opens. Raise
         :class:`~tierstore.errors.UsageError` for an invalid address."""
         layout = pages.identity.layout
         store = self._stores.get(layout)
@@ -141,23 +144,23 @@ class WorkerStores:
         return store
 
     def wait_connected(self, timeout: float) -> bool:
-        """Wait until all stores are connected. Return False if a store is not connected within ``timeout``
-        seconds."""
+        """Wait up to ``timeout`` seconds for each store's connection. Return whether all are connected."""
         return all(store.wait_connected(timeout) for store in self._stores.values())
 
     def close(self) -> None:
-        """Close all stores. :meth:`of` opens them again."""
+        """Close all stores. :meth:`of` opens a store again."""
         for store in self._stores.values():
             store.close()
         self._stores.clear()
 
 
 class WorkerHalf:
-    """The worker's half; see the module.
+    """The worker half; see the module.
 
-    ``groups`` are, by number, the KV cache groups that have layers on this worker, out of ``model_groups``: a
-    pipeline stage may have none of a group's layers. ``model`` is the whole model's identity if engines share
-    its pages. Raises :class:`~tierstore.errors.UsageError` for an invalid address.
+    ``groups`` has, by number, the KV cache groups that have layers on this worker. ``model_groups`` is the
+    model's number of groups, which may be larger with pipeline stages. ``model`` is the whole model's
+    identity if engines share the model's pages. Raise :class:`~tierstore.errors.UsageError` for an invalid
+    address.
     """
 
     def __init__(
@@ -183,7 +186,7 @@ class WorkerHalf:
         self._saves = Saves(self._saver, counters, errors)
         self._prompts: dict[str, _KnownPrompt] = {}
         self._loads: dict[str, BlockLoad] = {}
-        self._refused: dict[str, LoadOrder | None] = {}  # loads that vLLM waits for and that were not started
+        self._refused: dict[str, LoadOrder | None] = {}  # vLLM waits for these loads, which did not start
         self._report = LoadReport()
         self._moved = threading.Event()
         self._step = -1
@@ -192,7 +195,7 @@ class WorkerHalf:
 
     @property
     def shard(self) -> Shard:
-        """Return the description of this worker's pages for the scheduler."""
+        """Return the description of this worker's pages for the scheduler half."""
         groups = list(self._groups.values())
         sizes = zip(*(group.others for group in groups), strict=True)
         return Shard(
@@ -203,10 +206,10 @@ class WorkerHalf:
         )
 
     def close(self) -> None:
-        """Cancel loads, wait shortly for saves, and close the stores."""
+        """Cancel loads, wait up to 2 s for saves, and close the stores."""
         for load in self._loads.values():
             load.cancel()
-        self._saves.close(_CLOSE_S)
+        self._saves.fence(None, _CLOSE_S)
         self._saver.shutdown(wait=False, cancel_futures=True)
         self._loader.shutdown(wait=False, cancel_futures=True)
         self._stores.close()
@@ -214,7 +217,7 @@ class WorkerHalf:
     # -- a step --------------------------------------------------------------------------------------
 
     def fence(self, work: StepWork) -> None:
-        """End the saves that read blocks which the step may write. Called before the step."""
+        """End the saves that read blocks which the step may write. vLLM calls this before the step."""
         self._begin(work)
         self._saves.fence(None if work.all_fresh else work.fresh, self._settings.fence_s)
 
@@ -226,7 +229,7 @@ class WorkerHalf:
         if work.loads:
             self._note_computed()
         for order in work.loads:
-            # From here on the request is in the results, also if starting its load fails.
+            # The next results report the request, even if starting its load raises.
             self._refused[order.request] = order
             load = self._make_load(order)
             if load is not None:
@@ -235,7 +238,7 @@ class WorkerHalf:
                 load.start(self._loader, self._moved.set)
 
     def save(self, work: StepWork) -> None:
-        """Start the saves of a step. This method does not wait for the daemon."""
+        """Start the saves of a step without waiting for the daemon."""
         self._begin(work)
         if work.saves:
             self._note_computed()
@@ -247,7 +250,7 @@ class WorkerHalf:
             self._prompts.pop(request, None)
 
     def results(self, work: StepWork | None) -> Results:
-        """Return the loads that ended since the last call. Each load is reported once."""
+        """Return the loads that ended since the last call."""
         if self._loads and work is not None and work.idle:
             self._moved.wait(_IDLE_WAIT_S)
         self._moved.clear()
@@ -273,7 +276,7 @@ class WorkerHalf:
         return results
 
     def bail_out(self) -> Results:
-        """Report all loads as failed. Used if :meth:`results` fails."""
+        """Cancel all loads and report them as failed. Called if :meth:`results` raises."""
         results = Results()
         for request, load in list(self._loads.items()):
             load.cancel()
@@ -286,13 +289,13 @@ class WorkerHalf:
         return results
 
     def refuse(self, work: StepWork) -> None:
-        """Report a step's loads as failed. Used if :meth:`load` fails."""
+        """Report a step's loads as failed. Called if :meth:`load` raises."""
         for request in [*work.refused, *(order.request for order in work.loads)]:
             if request not in self._loads:
                 self._refused.setdefault(request, None)
 
     def report(self) -> LoadReport | None:
-        """Return the failed loads since the last call for the scheduler's half, None if there are none."""
+        """Return the loads that failed since the last call for the scheduler half, or None."""
         if not self._report.failed:
             return None
         report, self._report = self._report, LoadReport()
@@ -303,10 +306,11 @@ class WorkerHalf:
         """Return the number of loads and saves in flight."""
         return len(self._loads) + len(self._saves)
 
-    # -- inside --------------------------------------------------------------------------------------
+    # -- making loads and saves
+    # --------------------------------------------------------------------------------------
 
     def _begin(self, work: StepWork) -> None:
-        """Take in the epoch and the prompt updates of a step, once."""
+        """Apply the epoch and the prompt updates of a step, once."""
         if work.number == self._step:
             return
         self._step = work.number
@@ -330,10 +334,10 @@ class WorkerHalf:
                     self._stores.of(source.pages)
 
     def _renew(self, epoch: str) -> None:
-        """Drop all loads and saves, which belong to the earlier epoch, and connect anew.
+        """Cancel the loads and saves of the earlier epoch, and connect to the daemon again.
 
-        A new connection is needed because the daemon keeps a client's identities until the client
-        disconnects, and limits their number.
+        The daemon limits the number of a client's identities, and drops them only when the client
+        disconnects.
         """
         self._epoch = epoch
         for load in self._loads.values():
@@ -382,8 +386,8 @@ class WorkerHalf:
     def _failed(self, order: LoadOrder, chunks: int, results: Results) -> None:
         """Report that only the first ``chunks`` chunks were loaded.
 
-        vLLM can continue after them if one group holds the KV of every token. Otherwise the request is
-        computed from its beginning.
+        If the model has one KV cache group, with the KV of every token, vLLM continues after these chunks.
+        Otherwise vLLM computes the request from its beginning.
         """
         self._report.failed[order.request] = chunks
         missing = order.groups[0] if len(order.groups) == 1 == self._model_groups else None
@@ -397,22 +401,19 @@ class WorkerHalf:
     def _make_save(self, order: SaveOrder, blocks: GroupBlocks) -> BlockSave | None:
         known = self._prompts.get(order.request)
         if known is None or len(known.keys) < blocks.end or not self._valid(blocks):
-            self._errors.warn("orders", "a save named chunks that this worker does not know")
+            self._errors.warn("orders", "a save has chunks whose keys this worker does not know")
             return None
         group = self._groups[blocks.group]
         chunks = range(blocks.first, blocks.end)
         prompt, first = self._pages(known, group.pages, chunks)
-        store = self._stores.of(group.pages)
-        source = SavedBlocks(group.blocks, blocks.chunks, self._errors.caught)
-        count = len(blocks.chunks)
         return BlockSave(
             order.request,
-            store,
+            self._stores.of(group.pages),
             prompt,
-            source,
+            SavedBlocks(group.blocks, blocks.chunks, self._errors.caught),
             first,
-            count,
-            blocks_of(blocks.chunks),
+            len(blocks.chunks),
+            blocks.blocks,
             order.hint,
         )
 

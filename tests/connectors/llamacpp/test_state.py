@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 
 from tests.connectors.llamacpp.states import file_of, state
 from tierstore_connectors.llamacpp.state import (
+    CONTENT_MAGIC,
     LlamaStateError,
     read_context,
     read_file,
     read_sequence,
     write_context,
-    write_sequence,
+    write_file,
 )
 
 TOKENS = list(range(100, 140))
@@ -34,11 +35,16 @@ def equal(a, b):
     return file_of(a).tobytes() == file_of(b).tobytes()
 
 
+def sequence_of(a):
+    """Return the bytes that ``llama_state_seq_get_data`` would return."""
+    return np.concatenate([np.frombuffer(struct.pack("<II", CONTENT_MAGIC, 0), np.uint8), *write_file(a)[2:]])
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_written_is_read(kind):
     written = state(TOKENS, **kind)
     assert equal(read_file(file_of(written)), written)
-    assert equal(read_sequence(write_sequence(written), written.tokens), written)
+    assert equal(read_sequence(sequence_of(written), written.tokens), written)
     assert equal(read_context(write_context(written, "llama"), written.tokens, "llama"), written)
 
 
@@ -137,7 +143,7 @@ def test_a_state_of_another_architecture_is_refused():
 
 def test_more_cells_than_tokens_are_refused():
     with pytest.raises(LlamaStateError, match="40 for 39 tokens"):
-        read_sequence(write_sequence(state(TOKENS)), np.asarray(TOKENS[:-1], np.uint32))
+        read_sequence(sequence_of(state(TOKENS)), np.asarray(TOKENS[:-1], np.uint32))
 
 
 @given(st.binary(max_size=400))

@@ -205,7 +205,7 @@ class Engine:
 
     def settle(self):
         """Until no save is under way."""
-        self.worker._saves.close(30.0)
+        self.worker._saves.fence(None, 30.0)
 
     def close(self):
         self.scheduler.close()

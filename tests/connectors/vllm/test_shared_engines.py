@@ -150,7 +150,7 @@ class Engine:
         )
         self.run(output, lambda: [worker.compute(kv, blocks) for worker in self.workers])
         for worker in self.workers:
-            worker.half._saves.close(30.0)
+            worker.half._saves.fence(None, 30.0)
 
     def load(self, request, blocks):
         """Load what is found into ``blocks``; how many tokens that is."""
@@ -357,8 +357,8 @@ def blocks_of(tensor: torch.Tensor, backend: str):
 @pytest.mark.parametrize(
     ("shape", "backend", "message"),
     [
-        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "CPU_ATTN(amx)", "place of keys in blocks of CPU_ATTN"),
-        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "FLASHINFER", "place of keys in blocks of FLASHINFER"),
+        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "CPU_ATTN(amx)", "order of K and V in blocks of CPU_ATTN"),
+        ((NUM_BLOCKS, 2, BLOCK, 2 * DIM), "FLASHINFER", "order of K and V in blocks of FLASHINFER"),
         ((NUM_BLOCKS, 3, BLOCK, 2 * DIM), "FLASH_ATTN", "has shape"),
         ((NUM_BLOCKS, 2, BLOCK, DIM), "FLASH_ATTN", "has shape"),
         ((NUM_BLOCKS + 1, 2, BLOCK, 2 * DIM), "FLASH_ATTN", "blocks of different sizes"),
