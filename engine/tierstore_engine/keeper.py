@@ -29,10 +29,11 @@ _UNKNOWN_S = 30.0  # deadline of a load without a plan
 
 
 class PageKeeper:
-    """Move sequences between *waiting* (no page), *loading* and *running*, as far as pages decide it.
+    """Moves sequences between the states *waiting* (without pages), *loading* and *running*, as far as pages
+    decide this.
 
-    A preempted sequence is *parked*: its pages are saved and released. Later it is admitted like a new
-    sequence whose prompt happens to be in the store.
+    A preempted sequence is *parked*: its pages are saved and released. Later the sequence is admitted like a
+    new one whose prompt is in the store.
     """
 
     def __init__(
@@ -44,8 +45,8 @@ class PageKeeper:
         rewinds: bool = False,
     ) -> None:
         """``checkpoint_tokens`` is the largest distance of save points in a model with several layer groups
-        (0: only those that requests make). ``rewinds``: the last token of a hit is computed again, because a
-        drafter needs the model's output."""
+        (0: only those that requests make). With ``rewinds``, the last token of a hit is computed again,
+        because a drafter needs the model's output."""
         self.connector = connector
         self.chunk_tokens = connector.pool.spec.chunk_tokens
         self.keeps = connector.keeps  # whether other sequences can find saved pages
@@ -80,12 +81,13 @@ class PageKeeper:
 
     @property
     def shared_pages(self) -> int:
-        """Return the number of pages saved by sharing: those of all sequences, minus those in use."""
+        """Return how many pages are spared because sequences share pages: the sum of all sequences' pages,
+        minus the pages in use."""
         return sum(table.group.shared_pages for table in self._empty)
 
     def pages_for(self, tokens: int) -> int:
         """Return how many pages of the first layer group a sequence of ``tokens`` tokens keeps: one for each
-        chunk, or two of a model that has only states."""
+        chunk, or two if the model has only states."""
         return self._empty[0].kept(tokens)
 
     def longest(self, pages: int) -> int | None:
@@ -99,7 +101,7 @@ class PageKeeper:
         return [table.peak(tokens, self._prefill_chunk) for table in self._tables_for(images)]
 
     def _tables_for(self, images: PromptImages | None) -> Ints[GroupTable]:
-        """Return empty tables for a prompt with these images; only for reading."""
+        """Return empty tables for a prompt with these images. The caller may only read them."""
         if self._cross is None or images is None:
             return self._empty
         return [table.another(images) for table in self._empty]
@@ -114,8 +116,8 @@ class PageKeeper:
         return end if sequence.images is None else sequence.images.step_end(sequence.computed, end)
 
     def add_save_point(self, sequence: Sequence, tokens: int, *, parts: bool = False) -> None:
-        """Add a save point: save the pages for a hit of the first ``tokens`` tokens. With ``parts`` other
-        prompts continue from there, so the pages stay when the sequence's session continues."""
+        """Add a save point: save the pages for a hit of the first ``tokens`` tokens. With ``parts``, other
+        prompts continue from this point, so its pages are kept when the sequence's session continues."""
         if self._has_named:
             point = tokens // self.chunk_tokens * self.chunk_tokens
             sequence.save_points[point] = parts or sequence.save_points.get(point, False)
@@ -132,8 +134,8 @@ class PageKeeper:
         return sequence.arriving
 
     def look_up(self, sequence: Sequence, *, admitting: bool = False) -> ConnectorHit:
-        """Return what the store holds of a waiting sequence, under a lease. The caller admits with it, or
-        releases it.
+        """Return what the store holds of a waiting sequence, under a lease. The caller passes the result to
+        :meth:`admit`, or releases it.
 
         A waiting request is looked up often. The statistics count its first lookup for admission.
         """
@@ -167,17 +169,17 @@ class PageKeeper:
         """Give a waiting sequence its pages and start to load its hit: it is *loading* or *running*
         afterwards.
 
-        Return False, and change nothing except releasing the hit, if its pages and those that the sequences
-        ``beside`` it still lack are not available together.
+        Return False if its pages, together with those that the sequences ``beside`` it still need, are not
+        available. Then only the hit is released, and nothing else changes.
         """
         plan = self.planned(sequence, hit)
         in_hbm = hit.by_tier.get("hbm", 0)
         both = plan.meeting_point > in_hbm
         loaded = in_hbm if both else plan.tokens
-        shared = min(hit.hbm_pages, loaded // self.chunk_tokens)  # whole and in HBM: not copied
+        shared = min(hit.hbm_pages, loaded // self.chunk_tokens)  # whole pages that are in HBM are not copied
         counts = self.lacking([*beside, sequence])
         counts[0] -= shared
-        if both:  # the pages of the hit's end are there beside those of the front
+        if both:  # the pages for the hit's end are needed in addition to those of the front
             for number, table in enumerate(self._empty[1:], 1):
                 counts[number] += len(table.group.rule.pages(plan.tokens, self.chunk_tokens))
         sequence.tables = [table.another(sequence.images) for table in self._empty]
@@ -211,7 +213,7 @@ class PageKeeper:
         return True
 
     def _load_inputs(self, sequence: Sequence, hit_tokens: int, deadline_s: float) -> dict[int, InputLoad]:
-        """Start to load the inputs of cross attention behind a hit that are stored as a whole. Each may have
+        """Start to load the complete stored inputs of cross attention that come after a hit. Each may have
         been saved at another place of another prompt."""
         loads: dict[int, InputLoad] = {}
         for number, given in enumerate(sequence.prompt.inputs):
@@ -239,15 +241,16 @@ class PageKeeper:
         if sequence.images is not None and (sequence.images.longest_mutual or sequence.images.inputs):
             block = 0  # the front needs images that the loaded end would divide, or bring
         if self._has_named and (hit.hbm_pages or not self.connector.rules[0].chained):
-            block = 0  # nothing but token 0 has the windows and states to compute a front from
+            block = 0  # windows and states allow a front to be computed only from token 0 on
         plan = self.connector.plan(hit, len(sequence.tokens), block=block)
-        if self._has_named and plan.tokens not in (0, hit.tokens):  # a shorter hit would need other pages
+        # a shorter hit would need other pages of windows and states
+        if self._has_named and plan.tokens not in (0, hit.tokens):
             return Plan(hit.tokens, 0, 0.0, 0.0, None)
         return plan
 
     def _load_from_both_ends(self, sequence: Sequence, hit: ConnectorHit, plan: Plan) -> bool:
         """Start to compute a sequence from its front while its hit is loaded from its back: *running*. Return
-        False if pages that were in HBM are gone."""
+        False if pages of the hit that were in HBM have been evicted."""
         in_hbm = hit.by_tier.get("hbm", 0)
         here = self.connector.load_part(hit, 0, in_hbm // self.chunk_tokens).wait()  # shared, no copy
         if here.tokens < in_hbm:
@@ -300,8 +303,8 @@ class PageKeeper:
         table.saved_at = max(table.saved_at, meeting.tokens)
 
     def _join(self, sequence: Sequence, meeting: Meeting) -> bool:
-        """Replace the front's pages in all groups but the first by those of the hit's end. If the pool has no
-        room, return False and change nothing in the tables."""
+        """In all groups except the first, replace the pages of the computed front by the pages for the hit's
+        end. If the pool has no room, return False and change nothing in the tables."""
         held, fresh = meeting.take_named(), list[GroupTable]()
         for table, pages in zip(sequence.tables[1:], held, strict=False):
             twin = table.another()
@@ -318,7 +321,7 @@ class PageKeeper:
 
     def settle(self, sequence: Sequence) -> None:
         """Take over a load that has ended: the sequence is *running*, or *waiting* again if the load was
-        incomplete and there are no pages for computing the rest. A load in flight is left alone."""
+        incomplete and there are no pages for computing the rest. If the load is still running, do nothing."""
         loading = sequence.loading
         if loading is None or not loading.transfer.done:
             return
@@ -349,7 +352,8 @@ class PageKeeper:
 
     def share(self, parent: Sequence, child: Sequence) -> bool:
         """Give ``child``, which has the same tokens, the pages of the completely computed ``parent``. Only
-        states are copied. Return False, and change nothing, if there is no room for these copies."""
+        states are copied. Return False, and change nothing, if there is no room for the pages that the child
+        must copy."""
         assert parent.computed == len(parent.tokens) == len(child.tokens)
         for table in parent.tables:
             twin = table.fork()
@@ -372,7 +376,8 @@ class PageKeeper:
 
     def accept(self, sequence: Sequence, accepted: int) -> None:
         """Record that the first ``accepted`` tokens of a draft were chosen, and release the pages after them.
-        Recurrent states have not seen them: the next step computes them again, with the newest token."""
+        Recurrent states do not include the accepted tokens: the next step computes these again, together with
+        the newest token."""
         if self.stateful:
             sequence.repeated = accepted
         else:
@@ -391,7 +396,8 @@ class PageKeeper:
             if table.group.saves_all and whole > table.saved_at and not sequence.no_save:
                 saves = table.save(point)
                 if not table.group.rule.chained:
-                    self._park(saves)  # pages that a window releases now stay in place until these end
+                    # pages that a window releases now keep their contents until these saves end
+                    self._park(saves)
             table.passed(computed)
         if sequence.no_save:
             return
@@ -423,7 +429,8 @@ class PageKeeper:
         submitted = whole = computed - computed % self.chunk_tokens
         if save and not sequence.no_save:
             inside = self._ends_inside(sequence)
-            # The next turn after an answer may have other last tokens. A parked sequence continues unchanged.
+            # The next turn may end the answer with other tokens. A parked sequence continues with the same
+            # tokens.
             ends = [whole] if not inside or sequence.finish_reason is not None else []
             ends += [computed] * inside
             live = None if sequence.in_step else computed
@@ -431,8 +438,8 @@ class PageKeeper:
             for table in sequence.tables:
                 self._park(table.save(point))
         for table in sequence.tables:
-            submitted = table.saved(submitted)  # tokens from which no hit can begin are not to be waited for
-        if submitted > sequence.prompt_tokens:  # then a hit ends at the prompt's save point
+            submitted = table.saved(submitted)  # do not wait for tokens at which no hit can end
+        if submitted > sequence.prompt_tokens:  # in this case a hit ends at the prompt's save point
             submitted = (sequence.prompt_tokens - 1) // self.chunk_tokens * self.chunk_tokens
         sequence.submitted_tokens = submitted if self.connector.shared else 0
         self._drop(sequence)
@@ -446,9 +453,9 @@ class PageKeeper:
         """Return whether a leaving sequence has a partial page that can be saved: the end of its prompt,
         which no other sequence will write to.
 
-        A prefill that is cut short ends at a page's end, or within a loaded page that is stored already. An
-        unfinished step leaves KV after the sequence's end, which does no harm, but in a live state its effect
-        is permanent.
+        A prefill that was interrupted ends at the end of a page, or inside a loaded page that is stored
+        already. An unfinished step may leave KV after the sequence's end, which does no harm. A live state,
+        however, includes that step's tokens for good.
         """
         computed = sequence.computed
         if not computed % self.chunk_tokens or computed < len(sequence.prompt):
@@ -458,15 +465,15 @@ class PageKeeper:
         return not (self._has_named and sequence.in_step)
 
     def wait_for_room(self, timeout_s: float) -> None:
-        """Wait shortly for something that may free pages."""
+        """Wait a short time for a transfer that may free pages."""
         if self.parking:
             wait_briefly(self._parking[0], timeout_s)
         else:
             time.sleep(timeout_s)
 
     def _begin(self, sequence: Sequence, loaded: Loaded) -> bool:
-        """Take over loaded pages: the sequence is *running*. It is *waiting*, without pages, if a table has
-        no room."""
+        """Take over loaded pages: the sequence is *running*. If a table has no room, the sequence is
+        *waiting*, without pages."""
         for number, table in enumerate(sequence.tables):
             held = loaded.groups[number] if loaded.groups else GroupPages()
             if not table.begin(held, loaded.tokens, len(sequence.tokens)):
@@ -478,8 +485,8 @@ class PageKeeper:
         return True
 
     def _resume(self, sequence: Sequence, tokens: int) -> None:
-        """Let a sequence continue after ``tokens`` loaded ones. The last one is computed again if a drafter
-        needs its output and does not have it, and if there is room for a copy of its page."""
+        """Let a sequence continue after ``tokens`` loaded tokens. The last of these is computed again if a
+        drafter needs its output and does not have it, and if there is room for a copy of its page."""
         rewinds = (
             self._rewinds and not self.stateful and tokens > 0 and sequence.output_of(tokens - 1) is None
         )

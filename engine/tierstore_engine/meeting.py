@@ -1,22 +1,22 @@
 """Compute a sequence's front while the later pages of its hit are loaded.
 
 KV of later tokens does not depend on whether earlier KV was computed or loaded. Attention of a computed chunk
-needs everything before it, and nothing after it. So blocks of a hit are loaded from its end towards its
-front, while chunks are computed from its front towards its end. When both meet, the sequence has the whole
-hit.
+needs everything before it, and nothing after it. Blocks of a hit are therefore loaded from its end towards
+its front, while chunks are computed from its front towards its end. When loading and computing meet, the
+sequence has the whole hit.
 
 ::
 
     pages  [ HBM ][ computed ──▶        ◀── block │ block │ block )[ computed afterwards ]
            0      │          front          back                 end
 
-A block ends where a prefill chunk ends, so the computed shapes are those of every other plan. The planner
-estimates in each step where both will meet, from the latest measurements. So a wrong estimate costs a block,
-not a request.
+A block ends where a prefill chunk ends, so chunks have the same shapes as without this method. In each step,
+the planner estimates from the latest measurements where loading and computing will meet. A wrong estimate
+therefore costs the time of a block at most.
 
 **Layer groups.** Blocks are pages of the first group, which needs every token. The other groups need pages at
-the hit's end only (a window, a state); the first block loads them. Until both meet, the front is computed
-with windows and states of its own, from token 0 on. Then the pages of the hit's end replace them.
+the hit's end only (a window, a state); the first block loads them. Until then, the front is computed with its
+own windows and states, from token 0 on. Afterwards the pages for the hit's end replace these.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from tierstore.types import GroupPages, Loaded
 from tierstore_connectors.base import Connector, ConnectorHit
 from tierstore_engine.tables import GroupTable
 
-_BLOCKS = 2  # in flight at first: one is read while the other is copied
+_BLOCKS = 2  # the number of loads at the beginning: one block is read while the other is copied
 _MOST_BLOCKS = 64
 
 
 @dataclass(slots=True)
 class _Block:
-    """A load of pages ``first … stop`` in flight."""
+    """A running load of the pages ``first … stop``."""
 
     first: int
     stop: int
@@ -48,8 +48,9 @@ class Meeting:
     """Load a hit from its back into a sequence's full table, all of whose pages the table owns, and hold the
     pages that other groups need at its end. Belongs to the engine's thread.
 
-    The table's list of pages is replaced, never changed in place, as blocks arrive. Pages in flight belong to
-    their load: meanwhile the table has page 0 in their place, which is not computed with, and *expects* them.
+    The table's list of pages is replaced, never changed in place, as blocks arrive. Pages that are being
+    loaded belong to their load. Meanwhile the table has page 0 in their places, which no computation reads,
+    and counts them as *expected*.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Meeting:
         self._block = chunk // self._page_tokens
         self.tokens = plan.tokens
         self.end = -(-plan.tokens // self._page_tokens)
-        self.back = self.end  # all pages from here on have arrived
+        self.back = self.end  # all pages from this one on have arrived
         self._table = table
         self._named: tuple[GroupPages, ...] = ()  # empty before the first block has arrived
         self.loaded_bytes = 0
@@ -71,7 +72,7 @@ class Meeting:
         self._ends = self.began + (plan.deadline_s or 0.0)
         self._on_their_way: deque[_Block] = deque()
         self._at_once = _BLOCKS
-        self._asked = self.end  # all pages from here on were asked for
+        self._asked = self.end  # all pages from this one on have been requested
         self._over = False  # whether loading has stopped
 
     @property
@@ -85,10 +86,10 @@ class Meeting:
         return sum(block.stop - block.first for block in self._on_their_way if not block.transfer.done)
 
     def poll(self, front: int) -> bool:
-        """Take over arrived blocks, and ask for more, if ``front`` tokens are computed. Return False if there
-        are no pages for computing what did not arrive."""
+        """Take over the blocks that have arrived, and request more blocks, given that ``front`` tokens are
+        computed. Return False if there are no pages to compute a block that did not arrive."""
         dry = self._on_their_way and self._on_their_way[-1].transfer.done
-        if dry:  # a step takes longer than these loads: more fit beside the next step
+        if dry:  # the step took longer than these loads, so more loads fit beside the next step
             self._at_once = min(2 * self._at_once, _MOST_BLOCKS)
         while self._on_their_way and self._on_their_way[0].transfer.done:
             if not self._take(self._on_their_way.popleft()):
@@ -110,15 +111,15 @@ class Meeting:
         if self._over:
             return True
         if self._asked < self.end and stop > self._asked * self._page_tokens:
-            return False  # its pages are in flight
+            return False  # the pages of the chunk are being loaded
         return self._meeting_point(front) >= (front + min(stop, self.tokens)) // 2
 
     def met(self, front: int) -> bool:
-        """Return whether the whole hit is there."""
+        """Return whether all pages of the hit are loaded or computed."""
         return front >= self.back * self._page_tokens
 
     def stop(self) -> bool:
-        """Stop loading. Return False if there are no pages for computing what did not arrive."""
+        """Stop loading. Return False if there are no pages to compute a block that did not arrive."""
         self._over = True
         for block in self._on_their_way:
             block.transfer.cancel()
@@ -129,8 +130,9 @@ class Meeting:
         return had
 
     def take_named(self) -> tuple[GroupPages, ...]:
-        """Hand out the pages that the other groups need at the hit's end, in the order of the groups. The
-        caller releases them. Empty if nothing was loaded, and after the first call."""
+        """Return the pages that the other groups need at the hit's end, in the order of the groups, and give
+        up their ownership. The caller releases them. Return nothing if no block was loaded, and after the
+        first call."""
         named, self._named = self._named, ()
         return named
 
@@ -142,7 +144,8 @@ class Meeting:
 
     def _ask(self, first: int) -> None:
         stop, self._asked = self._asked, first
-        self._connector.release(self._table.pages[first:stop])  # the load takes its own pages, at once
+        # the load takes pages of its own, all at the same time
+        self._connector.release(self._table.pages[first:stop])
         self._table.expected += stop - first
         self._put(first, [0] * (stop - first))
         transfer = self._connector.load_part(self._hit, first, stop, deadline_s=None)
@@ -159,7 +162,7 @@ class Meeting:
             self.loaded_bytes += loaded.moved_bytes
             self.back = block.first
             return True
-        # This block, or one after it, did not arrive: its pages are computed.
+        # This block, or one after it, did not arrive, so its pages will be computed.
         self._over = True
         self._connector.release(loaded.pages)
         for group, unused in enumerate(loaded.groups[1:], 1):

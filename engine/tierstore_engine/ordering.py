@@ -1,27 +1,28 @@
-"""Decide whose prompt is computed next. Pure: nothing here reads a clock, moves a page or asks a store.
+"""Decide whose prompt is computed next. This module does no I/O: it reads no clock, moves no page, and asks
+no store.
 
 With first come, first served a question of 50 tokens waits behind a document of 100,000. The mean time to the
-first token is smallest if the quickest request comes first. How quick a request is depends on the cache. So
-prompts are ordered by **what is left to compute**, not by how much of them is held: a long match may have a
-long rest.
+first token is smallest if the quickest request comes first. How quick a request is depends on the cache.
+Prompts are therefore ordered by **the tokens that are left to compute**, and not by the held tokens: a prompt
+with a long hit may have many tokens left.
 
-A beginning that several waiting prompts share counts in full for each of them. The first one computes it, and
-then it is held for the others. An order that counts it once (W. A. Horn, 1972) was not faster on a trace of
-real conversations (docs/benchmarks.md).
+A prefix that several waiting prompts share counts in full for each of them. The first prompt computes the
+prefix, and then it is held for the others. An order that counts it once (W. A. Horn, 1972) was not faster on
+a trace of real conversations (docs/benchmarks.md).
 
-**Ageing.** A request is *overtaken* while something is computed that first come, first served would have put
-behind it. The scheduler reports what each step was spent on (:class:`Spent`), and the seconds are counted.
-Work that takes longer than the rest of its ``bound_s`` may not overtake it. Everything else computed before
-it would also come before it with first come, first served. So no request waits more than ``bound_s`` longer
-than it would have, except for more urgent requests that arrive meanwhile. A deadline lowers the rest. This
-holds while there is room for all waiting requests. Otherwise a request can begin only when those before it
+**Ageing.** A request is *overtaken* while another request is computed that "first come, first served" would
+compute later. The scheduler reports what each step was spent on (:class:`Spent`), and the seconds are
+counted. Work that takes longer than the remaining part of a request's ``bound_s`` may not overtake this
+request. No request therefore waits more than ``bound_s`` longer than with "first come, first served", except
+for more urgent requests that arrive meanwhile. A deadline reduces the remaining part. This guarantee holds
+while there is room for all waiting requests. Without room, a request can begin only when earlier requests
 end. Then all requests up to the last one whose time is used up are served strictly in order of their places.
 
 While there is room for all waiting requests, only the work for later requests counts. If slots or pages are
-short, a request also waits for those before it to end, and these wait for one another. Then all work out of
-turn counts against every request without room. So does a step in which a later request holds room that an
-earlier one needs. The count is not exact if several prompts share a step, or if answers run out of
-pages. First come, first served could then have ended earlier, by up to the time of the longest request.
+short, a request also waits for those before it to end, and these wait for one another. In that case, all work
+in another order counts against every request without room. A step in which a later request has room that an
+earlier one needs counts, too. The count is not exact if several prompts share a step, or if answers run out
+of pages. First come, first served could then have ended earlier, by up to the time of the longest request.
 
 **Priorities** are classes: a lower number comes first, and "first come" is by class and then by age.
 """
@@ -39,13 +40,14 @@ from tierstore.keys import PageKey
 from tierstore.planner import Prefill
 
 Place: TypeAlias = tuple[int, int, int]
-"""The position of a request by first come, first served: its priority, its age, and its number."""
+"""The position of a request in the order "first come, first served": its priority, its age, and its
+number."""
 
 
 @dataclass(slots=True)
 class WaitingEntry:
     """A prompt that is not computed yet. ``keys`` has a key for each full chunk (empty if others cannot use
-    its pages). ``held`` leading tokens need no computing. ``deadline_s`` is when its first token is due."""
+    its pages). The first ``held`` tokens need no computing. ``deadline_s`` is when its first token is due."""
 
     place: Place
     keys: list[PageKey]
@@ -57,7 +59,7 @@ class WaitingEntry:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """``entry`` is next, and takes ``seconds`` more than the turns before it have computed."""
+    """One turn: ``entry`` is computed next, which takes ``seconds``."""
 
     entry: WaitingEntry
     seconds: float
@@ -87,7 +89,7 @@ class Spent:
         """
         later = sum(tokens for other, tokens in self.prompts.items() if other > place)
         if later and place not in self.prompts:
-            return 1.0  # this request could have had that room
+            return 1.0  # this request could have used that room
         if not admitted:
             out_of_turn = self.first is not None and any(other > self.first for other in self.prompts)
             if self.short and out_of_turn:
@@ -98,7 +100,8 @@ class Spent:
 
 
 def passed(entries: Iterable[WaitingEntry], spent: Spent, seconds: float, *, admitted: bool = True) -> None:
-    """Charge a step of ``seconds`` to ``entries``. Either all of them have room, or none."""
+    """Count the time of a step of ``seconds`` against ``entries``. Either all of these have room, or none
+    has."""
     for entry in entries:
         entry.overtaken_s += seconds * spent.overtakes(entry.place, admitted=admitted)
 
@@ -114,7 +117,8 @@ def turns(
 ) -> Iterator[Turn]:
     """Yield ``entries`` in the order to compute them; those up to ``strict_prefix`` keep their places.
 
-    This is lazy: the first turn costs a sort, each turn a pass over the rest.
+    The order is computed as it is consumed: the first turn costs a sort, and each turn a pass over the
+    remaining entries.
 
     >>> short, long = WaitingEntry((0, 1, 1), [], 100), WaitingEntry((0, 0, 0), [], 9000)
     >>> order = turns([long, short], Prefill(0.001), chunk_tokens=64, bound_s=1.0, now_s=0.0)
@@ -129,14 +133,14 @@ def turns(
         # Requests without work may not overtake either: they would still take a slot.
         slack.update((place, -math.inf) for place in slack if place <= strict_prefix)
     while ranked:
-        # How long a turn may be to overtake the requests before a place, in the order of places.
+        # The longest turn that may overtake all requests before a place, in the order of places.
         least, limits = math.inf, {}
         for entry in waiting:
             limits[entry.place] = least
             least = min(least, slack[entry.place])
         turn = next(
             Turn(entry, seconds)
-            for entry in ranked  # the first request by place always passes
+            for entry in ranked  # the first request in the order of places may always be next
             if (seconds := rest.seconds(entry)) <= limits[entry.place]
         )
         ranked.remove(turn.entry)
@@ -162,22 +166,22 @@ def common_chunks(one: Sequence[PageKey], other: Sequence[PageKey]) -> int:
 
 @dataclass(slots=True)
 class _Rest:
-    """The rest of each prompt, after the chunks with the keys ``computed``."""
+    """The part of each prompt after the chunks with the keys ``computed``."""
 
     prefill: Prefill
     chunk_tokens: int
     computed: set[PageKey] = field(default_factory=set)
 
     def seconds(self, entry: WaitingEntry) -> float:
-        """Return how long the rest of ``entry`` takes."""
+        """Return how long computing the rest of ``entry`` takes."""
         shared = bisect_left(entry.keys, True, key=lambda key: key not in self.computed)
         start = min(max(entry.held, shared * self.chunk_tokens), entry.tokens)
         return self.prefill.seconds(entry.tokens - start, start)
 
 
 def _slack(waiting: Sequence[WaitingEntry], rest: _Rest, bound_s: float, now_s: float) -> dict[Place, float]:
-    """Return how long each request may still be overtaken. A deadline that first come, first served would
-    also miss is ignored."""
+    """Return how long each request may still be overtaken. Ignore a deadline that "first come, first served"
+    would also miss."""
     slack = {entry.place: bound_s - entry.overtaken_s for entry in waiting}
     if any(entry.deadline_s < math.inf for entry in waiting):
         at = now_s

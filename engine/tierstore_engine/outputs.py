@@ -26,19 +26,22 @@ class WaitReason(str, enum.Enum):
     """Why a request has no pages yet."""
 
     TURN = "turn"  # other prompts come first
-    FORK = "fork"  # it shares the pages of its original, whose next token is not due yet
+    # the request shares pages with the request that it was forked from, which has to compute its next token
+    # first
+    FORK = "fork"
     PROMISE = "promise"  # another engine has promised its pages
-    FETCH = "fetch"  # its pages are being fetched from other hosts
+    FETCH = "fetch"  # the request's pages are being fetched from other hosts
     PREFIX = "prefix"  # an admitted request computes or loads the beginning of its prompt
     ALONE = "alone"  # another request must run alone
     SHORT = "short"  # an admitted request lacks pages
-    PREEMPTED = "preempted"  # it was preempted, and no admitted request has ended since
-    SLOT = "slot"  # as many requests as may be are admitted
-    ROOM = "room"  # its pages and those that the admitted requests still lack are not available together
+    PREEMPTED = "preempted"  # the request was preempted, and no admitted request has ended since
+    SLOT = "slot"  # the largest number of requests is admitted
+    # the request's pages, and those that the admitted requests still need, are not available at the same time
+    ROOM = "room"
 
     @property
     def blocks(self) -> bool:
-        """Return whether it waits for admitted requests to end or to release something."""
+        """Return whether the request waits until admitted requests end or release something."""
         return self in _BLOCKING
 
 
@@ -64,12 +67,13 @@ class RequestMetrics:
     """The cost of one request, and its savings through the store. Seconds are wall-clock.
 
     - ``reused_by_tier``: loaded prompt tokens by the tier that held them, fastest first.
-    - ``loaded_bytes``, ``load_s``: all loads, including those after preemptions. On a GPU ``load_s`` ends
-      when computing can begin, which may be before the last byte has arrived.
-    - ``ttft_s``: from ``add`` to the first token, 0 without a token. ``itl_s``: one entry per further token.
+    - ``loaded_bytes``, ``load_s``: the bytes and seconds of all loads, including those after preemptions. On
+      a GPU ``load_s`` ends when computing can begin, which may be before the last byte has arrived.
+    - ``ttft_s``: the time from ``add`` to the first token; 0 if there is no token. ``itl_s``: one entry per
+      further token.
     - ``recomputed_tokens``: computed again after preemptions.
-    - ``drafted_tokens``: guessed and computed beside others. ``accepted_tokens``: those of them that the
-      model chose itself.
+    - ``drafted_tokens``: tokens that a drafter guessed and the model checked. ``accepted_tokens``: drafted
+      tokens that the model chose, too.
     """
 
     prompt_tokens: int = 0
@@ -90,7 +94,7 @@ class RequestMetrics:
 
     @property
     def tokens_per_s(self) -> float:
-        """Return the decode speed after the first token; 0 without a second token."""
+        """Return the speed of decoding after the first token; 0 if there is no second token."""
         spent = sum(self.itl_s)
         return len(self.itl_s) / spent if spent else 0.0
 
@@ -119,14 +123,15 @@ class Completion:
 class StepOutput:
     """The output of one step for one request.
 
-    ``tokens`` has one token, or more if a draft was accepted. ``text`` is the text that became certain; it
-    may be empty, and may include text of earlier tokens. The last output has the completion.
+    ``tokens`` has one token, or more if a draft was accepted. ``text`` is the new text that later tokens
+    cannot change. It may be empty, and may include text of earlier tokens. The last output has the
+    completion.
     """
 
     request_id: RequestId
     text: str
     tokens: tuple[int, ...]
-    logprobs: tuple[StepLogprobs, ...] = ()  # one per token, if they were asked for
+    logprobs: tuple[StepLogprobs, ...] = ()  # one per token, if the request has asked for log probabilities
     completion: Completion | None = None
 
     @property
@@ -139,11 +144,11 @@ class EngineStats:
     """Counters since the start, and the current state.
 
     ``waiting_for`` counts the waiting requests by the reason why the last step did not admit them.
-    ``accepted_tokens`` is how many of the ``drafted_tokens`` were right. ``shared_pages`` is how many pages
-    sharing among forked requests saves. ``late_requests`` were refused because of their deadlines.
-    ``longest_overtaken_s`` is the longest time for which a request was overtaken
-    (:mod:`tierstore_engine.ordering`). ``encoded_images`` were computed by the encoder of images,
-    ``found_images`` are embeddings that the store had.
+    ``accepted_tokens`` is how many of the ``drafted_tokens`` the model accepted. ``shared_pages`` is how many
+    pages sharing among forked requests saves. ``late_requests`` is the number of requests that were refused
+    because of their deadlines. ``longest_overtaken_s`` is the longest time for which a request was overtaken
+    (:mod:`tierstore_engine.ordering`). ``encoded_images`` is how many images the encoder has computed, and
+    ``found_images`` how many embeddings of images the store had.
     """
 
     steps: int

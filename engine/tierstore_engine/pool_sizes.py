@@ -27,8 +27,8 @@ _DEFAULT_POOL_TOKENS = 65_536  # on a CPU, where the pool shares memory with eve
 def group_pages(spec: KVSpec, pages: int, settings: EngineSettings) -> list[int]:
     """Return the pages of each layer group's pool, if the first pool has ``pages``. A window pool holds
     the windows of the concurrent sequences, plus a quarter of all tokens. A state pool has two states
-    per sequence, and two more for hits. A pool of cross attention holds as many rows as the first one tokens.
-    ``pages`` are states if the model has nothing else."""
+    per sequence, and two more for hits. A pool of cross attention holds as many rows as the first pool holds
+    tokens. If the model has only states, ``pages`` is the number of states."""
     tokens = pages * spec.chunk_tokens
     counts = [pages]
     for part in spec.split()[1:]:
@@ -53,7 +53,7 @@ def pool_pages_for(spec: KVSpec, tokens: int, *, sequences: int) -> int:
 
 
 def pages_for_tokens(spec: KVSpec, tokens: int) -> int:
-    """Return how many pages hold the KV of ``tokens`` tokens of one sequence."""
+    """Return how many pages the KV of ``tokens`` tokens of one sequence needs."""
     return -(-tokens // spec.chunk_tokens)
 
 
@@ -85,7 +85,8 @@ def check_resident(spec: KVSpec, pages: int, settings: EngineSettings) -> None:
 
 
 def resident_sequences(spec: KVSpec, pages: int, settings: EngineSettings) -> int:
-    """Return for how many sequences one step may write, if ``pages`` pages are in memory. May be negative."""
+    """Return to the pages of how many sequences one step may write, if ``pages`` pages are in memory. May be
+    negative."""
     return min((pages - _prompt_pages(spec, settings)) // 2, LEAST_STAGED)
 
 
@@ -101,9 +102,9 @@ def fitting_pages(spec: KVSpec, device: Device, settings: EngineSettings) -> int
 
 
 def pages_wanted(options: EngineOptions, device: str, spec: KVSpec, settings: EngineSettings) -> int | None:
-    """Return the pages of a pool for many sequences: as many as ``--hbm-bytes`` of each part holds. Without
-    it, return the pages for 65,536 tokens on a CPU, and None (all free memory) on a GPU. Raises the errors of
-    :func:`check_pool`."""
+    """Return the number of pages of a pool for many sequences: as many as ``--hbm-bytes`` of each part holds.
+    Without that option, return the pages for 65,536 tokens on a CPU, and None (all free memory) on a GPU.
+    Raises the errors of :func:`check_pool`."""
     if options.hbm_bytes is None and device != "cpu":
         return None
     pages = pool_pages_for(spec, _DEFAULT_POOL_TOKENS, sequences=settings.max_sequences)

@@ -1,42 +1,43 @@
 """Decide what the next step computes: continuous batching with chunked prefill, under a token budget.
 
-Decoding comes first, with one token per sequence. Prefill chunks fill the rest of the budget. With ``fcfs``
-the oldest request is first in both. With ``cache`` prefills are ordered by what is left to compute
-(:mod:`tierstore_engine.ordering`). If waiting requests share a beginning that is not computed yet, one of
-them computes it and the others wait for its pages. If decoding runs out of pages, the youngest admitted
-sequence is preempted. "Old" and "young" are by priority, and then by age.
+Decoding comes first, with one token per sequence. Prefill chunks fill the rest of the budget. With ``fcfs``,
+the oldest request is first, in decoding and in prefill. With ``cache`` prefills are ordered by what is left
+to compute (:mod:`tierstore_engine.ordering`). If waiting requests share a prefix that is not computed yet,
+one of them computes the prefix and the others wait for its pages. If decoding runs out of pages, the youngest
+admitted sequence is preempted. "Old" and "young" are by priority, and then by age.
 
-**The rule of progress.** Every request that was accepted ends, however few pages there are:
+**The rule of progress.** Every request that was accepted ends, even if the pool has few pages:
 
-1. A request is admitted only where its pages and those that the admitted requests still lack are
-   available together. While an admitted request waits for pages, no request is admitted.
+1. A request is admitted only if its pages, and those that the admitted requests still need, are available at
+   the same time. While an admitted request waits for pages, no request is admitted.
 2. A request that lacks pages for a prefill step waits while others compute. If no request can compute, or if
-   a request lacks the page of its next token, the *youngest* admitted request is preempted. So the oldest
-   admitted request is never preempted for another one, and it ends.
-3. A preempted request is admitted again only after an admitted request has ended. Until then it would take
-   the pages that it was preempted for. There are two exceptions: a younger request is admitted (that one is
-   preempted first), or no admitted request can continue without it.
-4. If the only admitted request lacks pages, cached pages are in its way, or its own pages are scattered over
-   too many large pages. It is preempted, all cached pages leave HBM, and it starts again alone: no other
-   request is admitted until it ends. If it lacks pages once more, it starts again without the store, so no
-   page is kept beside those in use. The engine accepts only requests whose pages fit an empty pool.
+   a request lacks the page of its next token, the *youngest* admitted request is preempted. The oldest
+   admitted request is therefore never preempted for another one, and it ends.
+3. A preempted request is admitted again only after an admitted request has ended. If it were admitted
+   earlier, it would take the pages for which it was preempted. There are two exceptions: a younger request is
+   admitted (the younger one is preempted first), or no admitted request can continue.
+4. If the only admitted request lacks pages, cached pages take its room, or its own pages lie in too many
+   large pages. This request is preempted, all cached pages leave HBM, and it starts again alone: no other
+   request is admitted until it ends. If it lacks pages once more, it starts again without the store, so that
+   the pool has no pages except those in use. The engine accepts only requests whose pages fit an empty pool.
 
-Until a request ends, the number of preemptions is bounded: it is at most the number of requests admitted for
-the first time meanwhile, times the number of waiting requests.
+The number of preemptions before a request ends is bounded by the number of requests that are admitted for the
+first time meanwhile, times the number of waiting requests.
 
-**Admission with** ``cache``. Admission is late on purpose: shortly before a request's turn instead of as soon
-as there is a place. Until then the order can change and the pages stay evictable. A request whose pages do
-not fit blocks no other request while it may be overtaken. After that all younger requests wait, and the
-youngest one is preempted. When slots or pages run short, every request up to the youngest overdue one gets
-slots, pages and turns in arrival order, as with ``fcfs``. These requests form the *strict prefix*.
+**Admission with** ``cache``. A request is admitted shortly before its turn, and not as soon as there is a
+slot. Until then, the order of requests can change, and the request's pages stay evictable. If the pages of a
+request do not fit, other requests are admitted as long as they may overtake it. After that, all younger
+requests wait, and the youngest admitted one is preempted. When slots or pages run short, every request up to
+the youngest overdue one gets slots, pages and turns in arrival order, as with ``fcfs``. These requests form
+the *strict prefix*.
 
-**Loads on a GPU.** A load is taken over while its bytes are still being copied, layer by layer. A sequence
-whose pages are still *arriving* is computed beside the batch of the others, never in it, so that the batch
-does not wait for these pages. Each step takes such a sequence through the layers that have arrived since the
-last step (``Sequence.partial`` has its progress and activations). It starts when the batch leaves room for
-its tokens, then continues beside any batch, and never takes pages from others. If no other sequence has work,
-it is computed as a batch, and the device waits for each layer. After its pages have arrived and its partial
-step is done, it is like the others.
+**Loads on a GPU.** On a GPU, a sequence takes over a load while its bytes are still being copied, layer by
+layer. A sequence whose pages are still *arriving* is computed beside the batch of the others, never in it, so
+that the batch does not wait for these pages. Each step takes such a sequence through the layers that have
+arrived since the last step (``Sequence.partial`` has its progress and activations). This separate work starts
+when the batch leaves room for its tokens, then continues beside any batch, and takes no pages from other
+sequences. If no other sequence has work, it is computed as a batch, and the device waits for each layer. When
+its pages have arrived and its partial step is done, the sequence is computed in the batch.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ from tierstore_engine.settings import EngineSettings
 
 _LOAD_POLL_S = 0.005
 _ROOM_POLL_S = 0.001
-_LOADS = 4  # admitted requests that are loading, beside those that are computed
-_LOOKED_AT = 16  # waiting requests per step that are considered
+_LOADS = 4  # how many admitted requests may be loading, in addition to those that are computed
+_LOOKED_AT = 16  # how many waiting requests are considered in a step
 Room: TypeAlias = tuple[tuple[int, ...], list[int]]
 """Available pages of each layer group, and pages that the admitted sequences lack."""
 
@@ -78,8 +79,8 @@ class Expectation:
 
 
 class Scheduler:
-    """Two queues in order of place: *waiting* sequences hold no pages, *admitted* ones are loading or
-    running."""
+    """Two queues of sequences, both in the order of places. *Waiting* sequences have no pages. *Admitted*
+    sequences are loading or running."""
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Scheduler:
         prefill: Callable[[], Prefill | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``prefill`` returns the measured speed of prefill, None before a measurement."""
+        """``prefill`` returns the measured speed of prefill. It returns None before the first measurement."""
         self.waiting: list[Sequence] = []
         self.admitted: list[Sequence] = []
         self._keeper = keeper
@@ -97,14 +98,16 @@ class Scheduler:
         self._by_cache = settings.schedule == "cache"
         self._ahead = LookAhead(keeper)
         self._prompts = PendingPrompts(keeper, self._ahead, settings, prefill, clock)
-        self._refused_at: Room | None = None  # the room at which the oldest waiting request was refused
+        # the room that the pool had when the oldest waiting request was refused
+        self._refused_at: Room | None = None
         # The rule of progress.
         self._short = False  # whether a sequence found no pages in the last step
         self._stuck = False  # whether no request is admitted because cached pages are in the way
-        self._preempted: set[RequestId] = set()  # preempted since an admitted request ended
-        self._only: RequestId | None = None  # root of the request that must run alone
-        self._turns: dict[RequestId, int] = {}  # turns of admitted prompts, as last ordered
-        # the oldest request that an admitted prompt is computed for, if not itself
+        # the requests that were preempted since an admitted request ended
+        self._preempted: set[RequestId] = set()
+        self._only: RequestId | None = None  # the root (the request and its forks) that must run alone
+        self._turns: dict[RequestId, int] = {}  # the turns of admitted prompts in the last order
+        # the oldest request for which an admitted prompt is computed, if that is another request
         self._sakes: dict[RequestId, Place] = {}
         self._reasons: dict[Place, WaitReason] = {}  # why the last plan did not admit a request
         self._answers = AnswerLengths()
@@ -130,8 +133,8 @@ class Scheduler:
         self._prompts.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Take in a sequence that shares another one's pages. If all slots are taken, it releases them and
-        waits."""
+        """Add a sequence that shares the pages of another sequence. If all slots are taken, the new sequence
+        releases the pages and waits."""
         if not self._full:
             insort(self.admitted, sequence, key=_place)
         else:
@@ -163,7 +166,7 @@ class Scheduler:
 
     def expect(self, sequence: Sequence) -> Expectation | None:
         """Return when a waiting sequence is expected to have its first token, if no other request arrives.
-        None until prefill was measured.
+        Return None until prefill has been measured.
 
         If all slots are taken, answers are expected to be as long as earlier ones.
         """
@@ -195,27 +198,28 @@ class Scheduler:
         if missing <= 0 or not answering:
             return 0.0
         seconds = self._answers.until(answering, min(missing, len(answering))) * self._prompts.step_s
-        later = self.admitted[-1].place > place  # a later one is preempted
+        later = self.admitted[-1].place > place  # a request with a later place is preempted
         return min(seconds, self._settings.overtake_s) if later and self._by_cache else seconds
 
     def plan(self) -> StepPlan:
-        """Return the next step's work. Every token of it has a page. This also admits and preempts sequences,
-        and takes over loads."""
+        """Return the next step's work. Every token of this work has a page. This also admits and preempts
+        sequences, and takes over loads."""
         self.ended()
         self._settle()
         if self._cleared():
             self._admit_all()
-        self._settle()  # pages in HBM have loaded at once
+        self._settle()  # loads of pages in HBM have ended already
         self._short = False
         arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
         plan = StepPlan(self._work([s for s in self.admitted if s not in arriving]), [])
-        arriving = [s for s in arriving if s in self.admitted]  # the batch may have parked some
+        # planning the batch may have parked some of them
+        arriving = [s for s in arriving if s in self.admitted]
         if plan.batch or any(s.partial is not None for s in arriving):
             plan.beside.extend(self._beside(arriving, sum(item.tokens for item in plan.batch)))
         else:
             plan.batch.extend(self._work(arriving))
         if not plan and self.waiting and self.admitted and all(s.held for s in self.admitted):
-            self._preempt()  # they wait for one another and for the pages that they hold
+            self._preempt()  # the admitted requests wait for one another and for each other's pages
         elif not plan and self._short and not self._keeper.parking and not self._ahead.give_up():
             self._preempt()
         self._prompts.step_begins(plan, self._sakes, min(self._kept_out(), default=None))
@@ -225,7 +229,7 @@ class Scheduler:
         if self._by_cache:
             self._prompts.form_line([*self.admitted, *self.waiting])
             self._admit_by_cache()
-            # once each: a sequence that gets its room back at once keeps it for this step
+            # each sequence is preempted once: one that gets its room back keeps it for this step
             parked: set[RequestId] = set()
             while self._relieve(parked):
                 self._admit_by_cache()
@@ -236,8 +240,8 @@ class Scheduler:
     def _cleared(self) -> bool:
         """Return whether sequences may be admitted.
 
-        If no request is admitted for lack of room, the cached pages leave HBM first. A request then loads its
-        own pages again, into pages that lie together.
+        If there is no room for any request, all cached pages leave HBM before one is admitted. That request
+        then loads its own pages again, into adjacent pages.
         """
         if self._stuck and not self.admitted:
             if self._keeper.parking:
@@ -249,7 +253,7 @@ class Scheduler:
         return True
 
     def wait(self) -> None:
-        """Wait shortly for a load or for room, because nothing can be computed now."""
+        """Wait a short time for a load or for room, because no sequence can be computed now."""
         for sequence in self.admitted:
             load = sequence.loading or sequence.meeting
             if load is not None and load.transfer is not None:
@@ -289,8 +293,8 @@ class Scheduler:
         return None if all(other.held for other in self.admitted) else WaitReason.PREEMPTED
 
     def _elsewhere(self, sequence: Sequence) -> WaitReason | None:
-        """Return from where pages of a sequence arrive sooner than by computing them: it is admitted when
-        they have arrived. None if it waits for no such pages."""
+        """Return the source from which a sequence's pages arrive sooner than they could be computed. The
+        sequence is admitted when they have arrived. Return None if it waits for no such pages."""
         if self._ahead.promised(sequence):
             return WaitReason.PROMISE
         if self._computing_for(sequence) is not None:
@@ -314,7 +318,8 @@ class Scheduler:
         self._ahead.look(self.waiting[place:])
 
     def _refusal(self, sequence: Sequence) -> WaitReason | None:
-        """Give the next request by age its pages. Return why it has to wait, None if it has its pages."""
+        """Give pages to the next request in the order of age. Return why it has to wait, or None if it has
+        its pages."""
         if self._full:
             return WaitReason.SLOT
         forbidden = self._forbidden(sequence)
@@ -325,7 +330,7 @@ class Scheduler:
             return reason
         room = self._keeper.room(), self._keeper.lacking(self.admitted)
         if self.admitted and room == self._refused_at:
-            return WaitReason.ROOM  # nothing has changed: do not ask the store in every step
+            return WaitReason.ROOM  # the room has not changed, so the store need not be asked in every step
         hit = self._keeper.look_up(sequence, admitting=True)
         if self._keeper.admit(sequence, hit, beside=self.admitted):
             self._refused_at = None
@@ -369,7 +374,7 @@ class Scheduler:
                 self._reasons[place] = reason
                 if reason.blocks and strict:
                     refused = True
-                    break  # no later request may take what it waits for
+                    break  # no later request may take the room for which this one waits
             waiting.append(sequence)
             if len(waiting) >= _LOOKED_AT:
                 break
@@ -380,8 +385,8 @@ class Scheduler:
         self._ahead.look(waiting)
 
     def _admit_computed(self, prompts: Iterable[PendingPrompt]) -> None:
-        """Admit requests with one token left to compute, if there is room for the strict prefix. They are
-        decoded beside other work and take no prompt's turn."""
+        """Admit requests with one token left to compute, if there is room for the strict prefix. These
+        requests are decoded beside other work, and take no turn from a prompt."""
         waiting = sorted((p for p in prompts if p.waits), key=lambda prompt: prompt.entry.place)
         if self._prompts.short_of_room and waiting and self._prompts.in_strict_prefix(waiting[0].entry.place):
             return
@@ -399,8 +404,8 @@ class Scheduler:
 
     def _take_turn(self, sequence: Sequence, sake: Place) -> int:
         """Record that a sequence's prompt is computed next, for the request at place ``sake``. Return how
-        many tokens that takes in two steps, with a chunk in each. A sequence that is loading takes none:
-        others are computed meanwhile."""
+        many tokens this needs in two steps, with one chunk in each. A sequence that is being loaded needs
+        none, because other sequences are computed meanwhile."""
         if sequence.request_id in self._turns:
             self._sakes[sequence.request_id] = min(sake, self._sakes[sequence.request_id])
             return 0
@@ -411,7 +416,8 @@ class Scheduler:
         return min(sequence.remaining, 2 * self._settings.prefill_chunk)
 
     def _computing_for(self, sequence: Sequence) -> Sequence | None:
-        """Return the sequence that is now computing or loading the beginning of this one's prompt."""
+        """Return the admitted sequence that is computing or loading the beginning of this sequence's
+        prompt."""
         if not self._keeper.keeps:
             return None
         for other in self.admitted:
@@ -423,7 +429,8 @@ class Scheduler:
         return None
 
     def _took_room(self, prompt: PendingPrompt) -> WaitReason | None:
-        """Admit a request if there is a slot and pages. Return why it has to wait, None if it has them."""
+        """Admit a request if there are a slot and pages. Return why it has to wait, or None if it was
+        admitted."""
         sequence, entry = prompt.sequence, prompt.entry
         reason = WaitReason.SLOT if self._full else self._forbidden(sequence)
         if reason is not None:
@@ -434,7 +441,7 @@ class Scheduler:
         hit = self._keeper.look_up(sequence, admitting=True)
         if self._prompts.look_up(prompt, hit) > self._keeper.chunk_tokens:
             hit.release()
-            return WaitReason.TURN  # its turn has changed: try again in the next step
+            return WaitReason.TURN  # the request's turn has changed: try again in the next step
         if not self._keeper.admit(sequence, hit, beside=self.admitted):
             return WaitReason.ROOM
         self._admitted(sequence)
@@ -449,12 +456,13 @@ class Scheduler:
 
     def _relieve(self, parked: set[RequestId]) -> bool:
         """Preempt the youngest sequence, unless it is in ``parked``, if an older request of the strict prefix
-        needs its pages. Return whether one was preempted."""
+        needs its pages. Return whether a sequence was preempted."""
         if not self.admitted or self._keeper.parking or self.admitted[-1].request_id in parked:
             return False
         kept_out = self._kept_out()
         if not any(
-            # A request that waits for pages from elsewhere would not be admitted: the room would go back.
+            # A request that waits for pages from other hosts would not be admitted, and the room would be
+            # given back.
             prompt.entry.place in kept_out
             and self._prompts.in_strict_prefix(prompt.entry.place)
             and not self._forbidden(prompt.sequence)
@@ -466,20 +474,20 @@ class Scheduler:
         return True
 
     def ended(self) -> None:
-        """Record that the last step has ended, unless that was noted before. Overtaken requests are charged
-        with its time, and its speed is recorded."""
+        """Record the end of the last step, unless it was recorded before. The step's time counts against
+        overtaken requests, and its speed is recorded."""
         self._prompts.step_ended(self.admitted)
 
     # -- the step's work -----------------------------------------------------------------------------
 
     def _work(self, sequences: list[Sequence]) -> list[Work]:
-        """Return one step's work for ``sequences``, oldest first."""
+        """Return one step's work for ``sequences``, which are in the order of age."""
         decodes = self._decodes(sequences)
         return decodes + self._prefills(sequences, self._settings.prompt_tokens)
 
     def _beside(self, arriving: list[Sequence], taken: int) -> list[Work]:
-        """Return the work beside the batch: sequences that have begun continue, and the oldest others begin
-        while the step has room for their tokens."""
+        """Return the work beside the batch. Sequences that have begun continue. The oldest other sequences
+        begin, as long as the step has room for their tokens."""
         begun = [self._next(s) for s in arriving if s.partial is not None]
         room = self._settings.batch_tokens - taken - sum(item.tokens for item in begun)
         work = []
@@ -510,10 +518,11 @@ class Scheduler:
         return work
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Get a page for the sequence's next token, by parking the youngest sequences until there is one.
+        """Get a page for the sequence's next token. If no page is available, park the youngest sequences
+        until one is.
 
         Return False if the sequence itself was the youngest, or if pages that are still being saved will soon
-        be free. Older sequences are not touched, so work planned before stays valid.
+        be free. Older sequences keep their pages, so work that is already planned stays valid.
         """
         while not sequence.grow(len(sequence.tokens)):
             if self._keeper.parking:
@@ -559,18 +568,19 @@ class Scheduler:
             item = self._next(sequence)
             if not self._keeper.may_compute(sequence, item.stop):
                 continue
-            # The whole chunk or nothing: a smaller chunk would change the shapes, and thereby the last bits.
+            # Compute the whole chunk or none of it. A smaller chunk would change the shapes, and thereby the
+            # last bits of the results.
             if item.tokens > budget:
                 break
             if not sequence.grow(item.stop):
                 self._short = True
-                break  # until others release pages, which no younger sequence takes
+                break  # it waits until other sequences release pages, which no younger sequence may take
             work.append(item)
             budget -= item.tokens
         return work
 
     def requeue(self, sequence: Sequence, *, preempted: bool = True) -> None:
-        """Let an admitted sequence wait again, after it has left its pages."""
+        """Put an admitted sequence, which has released its pages, back into the waiting queue."""
         self.admitted.remove(sequence)
         if preempted:
             self._preempted.add(sequence.request_id)

@@ -55,7 +55,7 @@ class InputLoad:
     positions: Ints[int]
 
     def pages(self, group: int) -> list[int]:
-        """Return the loaded pages in order; fewer than the input's if it is incomplete."""
+        """Return the loaded pages in order. They are fewer than the input has if the load is incomplete."""
         groups = self.transfer.wait().groups
         loaded = groups[group].pages if groups else ()
         return [page for _, page in sorted(zip(self.positions, loaded, strict=False))]
@@ -63,7 +63,8 @@ class InputLoad:
 
 @dataclass(slots=True)
 class Loading:
-    """A load that was not taken over yet: of a hit, and of ``inputs`` behind it, by their numbers."""
+    """A load that has not been taken over yet. It loads a hit, and ``inputs`` (by their numbers) that come
+    after it."""
 
     hit: Transfer[Loaded]
     by_tier: dict[str, int]
@@ -96,10 +97,11 @@ class Outputs:
 
 
 class StopMatcher:
-    """A matcher for one growing text. Its result does not depend on how the text is split.
+    """Finds stop strings in one growing text. The result does not depend on the pieces in which the text
+    arrives.
 
-    The stop string that is complete first wins. If several are complete at the same character, the longest
-    wins.
+    The text ends at the stop string that is complete first. If several are complete at the same character,
+    the longest one counts.
     """
 
     def __init__(self, stops: Ints[str]) -> None:
@@ -112,8 +114,8 @@ class StopMatcher:
         return copy.copy(self)
 
     def push(self, text: str) -> str:
-        """Add ``text``. Return the text that may be shown now. At a stop string, set ``stopped`` and drop the
-        stop string and everything after it."""
+        """Add ``text``. Add text, and return the text that may be shown now. At a stop string, set
+        ``stopped`` and drop the stop string and everything after it."""
         if self.stopped:
             return ""
         text = self._held + text
@@ -127,7 +129,7 @@ class StopMatcher:
         return text[:shown]
 
     def flush(self) -> str:
-        """Return the text that was held back, because it is no stop string."""
+        """Return the text that was held back because it might have been the beginning of a stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -183,12 +185,12 @@ class Sequence:
         self.adapter = ""  # the digest of its LoRA adapter; empty without one
         self.images: PromptImages | None = None  # None without images
         self.session: str | None = None  # the conversation, if known
-        self.hint: Hint | None = None  # what the caller knows of its pages' future
-        self.promise: Promise | None = None  # of another engine; None once it was waited for
-        self.submitted_tokens = 0  # whole chunks of the prompt that the store got when it left
+        self.hint: Hint | None = None  # the caller's hints about future uses of the sequence's pages
+        self.promise: Promise | None = None  # the promise of another engine; None after it was waited for
+        self.submitted_tokens = 0  # whole chunks of the prompt that were saved when the sequence left
         self.no_save = False  # whether its pages are kept out of the store
-        self.counted = False  # whether its lookup is in the store's statistics
-        self.no_load = False  # whether it is computed from its beginning without lookup
+        self.counted = False  # whether the store's statistics have counted its lookup
+        self.no_load = False  # whether the sequence is computed from its beginning, without a lookup
         self.prompt = prompt  # all tokens whose KV is computed, and at least the request's own prompt
         self.tokens = list(tokens)
         self.prompt_tokens = len(self.tokens)
@@ -196,27 +198,30 @@ class Sequence:
         self.params = params
         self.state = SequenceState.WAITING
         self.tables: list[GroupTable] = []  # by layer group; empty while it waits
-        # Ends of chunks where all groups are saved, and whether other prompts continue from there.
+        # The ends of chunks at which all groups are saved, each with whether other prompts continue from
+        # there.
         self.save_points: dict[int, bool] = {}
         self.computed = 0
-        self.repeated = 0  # accepted tokens of the last draft that are computed once more, for the states
+        # the number of accepted tokens of the last draft, which are computed again for the states
+        self.repeated = 0
         # For a drafter that has a layer of its own in the pages (tierstore_engine.predictor):
         self.outputs: Outputs | None = None  # None until a token was computed
-        self.foreseen = 0  # leading tokens whose KV of that layer is in the pages
+        self.foreseen = 0  # the number of leading tokens for which the pages have the KV of that layer
         self.loading: Loading | None = None
-        self.meeting: Meeting | None = None  # while it is computed from the front and loaded from the back
+        # set while the sequence is computed from its front and loaded from its back
+        self.meeting: Meeting | None = None
         self.arriving = False  # whether loaded pages may still be arriving
         self.partial: PartialStep | None = None  # the computation of its next tokens while pages arrive
         self.in_step = False  # whether its pages may hold KV of an unfinished step
         self.tally = Tally(added)
         self.finish_reason: FinishReason | None = None
-        self.error: str | None = None  # why it could not be served to its end
-        self.losses = 0  # how often pages of it were lost
+        self.error: str | None = None  # why the request could not be completed
+        self.losses = 0  # how often pages of the sequence were lost
         self._most_computed = 0
         self._stop_ids = stop_ids
         self._random = random.Random(params.seed)
         self._uniforms: deque[float] = deque()  # drawn, not used yet
-        self._counts: Counter[int] = Counter()  # generated tokens, counted only for penalties
+        self._counts: Counter[int] = Counter()  # the counts of generated tokens, kept only for penalties
         self._prompt_ids: torch.Tensor | None = None  # None until a repetition penalty needs them
         self._detokenizer = detokenizer
         self._stops = StopMatcher(params.stop)
@@ -237,18 +242,19 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Return how many tokens' KV must still be computed; 1 while decoding, or a few more after a draft if
-        the model has recurrent states."""
+        """Return for how many tokens KV must still be computed: 1 while decoding, or a few more after a draft
+        if the model has recurrent states."""
         return len(self.tokens) - self.computed
 
     @property
     def prefills(self) -> bool:
-        """Return whether KV of more tokens must still be computed than a step computes while decoding."""
+        """Return whether more tokens must still be computed than a decoding step computes."""
         return self.remaining > 1 + self.repeated
 
     @property
     def decodes(self) -> bool:
-        """Return whether its next step computes the newest token, and before it only accepted tokens."""
+        """Return whether the next step computes the newest token and, before it, only accepted tokens of a
+        draft."""
         return self.state is SequenceState.RUNNING and self.remaining == 1 + self.repeated
 
     @property
@@ -259,7 +265,7 @@ class Sequence:
 
     @property
     def held(self) -> bool:
-        """Return whether everything is computed, and a beam search decides how it continues."""
+        """Return whether all tokens are computed, and a beam search decides how the sequence continues."""
         return self.state is SequenceState.RUNNING and self.remaining == 0
 
     @property
@@ -287,7 +293,8 @@ class Sequence:
             self.prompt.extend(self.tokens[len(self.prompt) : computed])
 
     def output_of(self, token: int) -> torch.Tensor | None:
-        """Return the model's output of a token, ``[hidden_size]``. None if it is not among the newest."""
+        """Return the model's output of a token, ``[hidden_size]``. Return None if the token is not among the
+        newest ones."""
         outputs = self.outputs
         if outputs is None or not 0 <= token - outputs.first < len(outputs.rows):
             return None
@@ -354,7 +361,8 @@ class Sequence:
         return torch.cat((self._prompt_ids, torch.tensor(list(generated), dtype=torch.int64)))
 
     def append(self, choice: Choice) -> str:
-        """Append the next token, which may finish the sequence. Return the text that became certain."""
+        """Append the next token, which may finish the sequence. Return the new text that later tokens cannot
+        change."""
         token = choice.token
         self._note(choice)
         self.tokens.append(token)
@@ -374,11 +382,11 @@ class Sequence:
         return text
 
     def extend(self, token: int) -> None:
-        """Append a token that a beam search has chosen, which also handles text and end."""
+        """Append a token that a beam search has chosen. The beam search also handles the text and the end."""
         self.tokens.append(token)
 
     def finish(self, reason: FinishReason) -> str:
-        """Finish the sequence. Return the text that was held back."""
+        """Finish the sequence. Return the text that was held back at the end."""
         self.finish_reason = reason
         text = self._stops.push(self._detokenizer.flush()) + self._stops.flush()
         self._text.append(text)

@@ -6,15 +6,16 @@ A sequence has one page of a layer group with states, independent of its length.
 the last inputs of its convolution, then its matrices. A step reads the state after the earlier tokens (zeros
 if its span begins with token 0), and writes the state after its own tokens. A copy of the page is a snapshot.
 
-A state cannot go back. So the tokens of a draft read the state, and the page keeps the state before them. The
-next step computes those that were accepted again, with the newest token.
+A state cannot be reset to an earlier token. Therefore a draft's tokens are computed with a copy, and the page
+keeps the state before the draft. The next step computes the accepted tokens again, together with the newest
+token.
 
-On the CPU the compiled part (``tierstore/native/decode.c``) takes a state through its tokens one by one. A
-state and what a token reads of it then have the same bits, wherever steps and snapshots cut the sequence.
+On the CPU, the compiled part (``tierstore/native/decode.c``) updates a state with one token after the other.
+States and outputs then have the same bits, wherever steps and snapshots cut the sequence.
 
 Without the compiled part, torch computes ``BLOCK`` tokens at a time: within a block their states depend on
 one another linearly. Blocks begin at multiples of ``BLOCK`` tokens of the sequence, independent of where
-spans begin. So the same tokens are computed in the same shapes, unless a span ends within a block.
+spans begin. The same tokens are therefore computed in the same shapes, unless a span ends inside a block.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Tokens:
         return tuple(None if each is None else each.contiguous() for each in every)
 
     def of_heads(self) -> Tokens:
-        """Return the same with the queries and keys of every head, heads first: ``[heads, tokens, …]``."""
+        """Return the terms with queries and keys for every head, with heads as the first dimension: ``[heads,
+        tokens, …]``."""
         shared = self.added.shape[1] // self.keys.shape[1]
         queries, keys = (
             each.repeat_interleave(shared, dim=1).transpose(0, 1) for each in (self.queries, self.keys)
@@ -105,13 +107,13 @@ class Tokens:
 
 
 Rule: TypeAlias = Callable[[torch.Tensor, Tokens], torch.Tensor]
-"""Take matrices of a state through a block of tokens, in place. Return the tokens' outputs, ``[tokens, heads,
+"""Update matrices of a state with a block of tokens, in place. Return the tokens' outputs, ``[tokens, heads,
 value_dim]``."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Passages:
-    """Spans, each with the number of the state that it takes through its tokens, and its rows in the step.
+    """Spans, each with the number of the state that its tokens update, and with its rows in the step.
     ``array`` has this for the compiled part."""
 
     spans: tuple[tuple[Span, int, slice], ...]
@@ -126,9 +128,10 @@ class _Passages:
 
 @dataclass(frozen=True, slots=True)
 class _StateBatch:
-    """A batch's sequences. ``pages`` have their states, and ``new`` are the pages of sequences that begin.
-    ``certain`` has the spans without drafted tokens, numbered by their pages. ``drafted`` has the pages with
-    the states before drafts. ``drafts`` has the drafted tokens, numbered by their place in ``drafted``.
+    """A batch's sequences. ``pages`` have the states of the spans, and ``new`` are the pages of sequences
+    that begin in this step. ``certain`` has the spans without drafted tokens, numbered by their pages.
+    ``drafted`` has the pages with the states before drafts. ``drafts`` has the drafted tokens, numbered by
+    their place in ``drafted``.
 
     The inputs of a convolution are the kept inputs of each sequence, and then the inputs of the batch's
     tokens. ``sources`` (int64 ``[tokens, width]``) are the inputs of each token, and ``kept`` (``[sequences,
@@ -155,7 +158,7 @@ class StatePages:
         self.inputs: dict[int, torch.Tensor] = {}
         """Views of all pages for each layer, ``[pages, channels, conv_width - 1]``, the newest last."""
         self.matrices: dict[int, torch.Tensor] = {}
-        """The same in float32, ``[pages, heads, key_dim, value_dim]``."""
+        """Views of all pages' matrices for each layer, float32 ``[pages, heads, key_dim, value_dim]``."""
         self._batches: Prepared[_StateBatch] = Prepared()
         [group] = pool.spec.groups
         for layer in group.layers:
@@ -187,8 +190,8 @@ class StatePages:
         return _convolved(wide, batch.sources, taps, added).to(channels.dtype)
 
     def advance(self, layer: int, tokens: Tokens, layout: BatchLayout, rule: Rule) -> torch.Tensor:
-        """Take a layer's matrices through the tokens of the layout's spans. Return what the tokens read,
-        float32 ``[tokens, heads, value_dim]``. ``rule`` computes it without the compiled part.
+        """Update a layer's matrices with the tokens of the layout's spans. Return the tokens' outputs,
+        float32 ``[tokens, heads, value_dim]``. ``rule`` computes this if there is no compiled part.
 
         Drafted tokens change a copy of the matrices: the page keeps the matrices before the draft."""
         batch, matrices = self._batch(layout), self.matrices[layer]
@@ -205,8 +208,8 @@ class StatePages:
 def _advance(
     matrices: torch.Tensor, tokens: Tokens, passages: _Passages, rule: Rule, out: torch.Tensor
 ) -> None:
-    """Take ``matrices [states, heads, key_dim, value_dim]`` through the tokens of ``passages``. Write each
-    token's result into its row of ``out``."""
+    """Update ``matrices [states, heads, key_dim, value_dim]`` with the tokens of ``passages``. Write each
+    token's output into its row of ``out``."""
     rows, columns = matrices.shape[-2:]
     if native.DECODE is None or rows > MOST_ROWS:
         for span, number, own in passages.spans:
@@ -214,7 +217,7 @@ def _advance(
                 part = slice(own.start + block.start, own.start + block.stop)
                 out[part] = rule(matrices[number], tokens.at(part))
         return
-    read = tokens.contiguous()  # kept until the call is over
+    read = tokens.contiguous()  # these arrays are kept alive until the call ends
     recurrence = _Recurrence(
         matrices.data_ptr(),
         matrices.stride(0),
@@ -231,7 +234,7 @@ def _advance(
 def _batch_of(layout: BatchLayout, kept_inputs: int) -> _StateBatch:
     """Return the sequences of a batch before a convolution that keeps ``kept_inputs`` inputs of each."""
     found = list(sequences(layout))
-    first = len(found) * kept_inputs  # the input of the batch's first token
+    first = len(found) * kept_inputs  # the place of the input of the batch's first token
     sources, kept, certain, drafted = [], [], [], []
     for number, (span, page, rows) in enumerate(found):
         cut, row = span.stop - span.drafted, rows.stop - span.drafted
@@ -311,8 +314,8 @@ class BlockDecays:
 
 
 def read_and_add(state: torch.Tensor, tokens: Tokens, added: torch.Tensor, left: BlockDecays) -> torch.Tensor:
-    """Take a state through a block of tokens. Return the tokens' outputs, ``[tokens, heads, value_dim]``.
-    Each token adds ``key ⊗ added``.
+    """Update a state with a block of tokens. Return the tokens' outputs, ``[tokens, heads, value_dim]``. Each
+    token adds ``key ⊗ added``.
 
     ``state [heads, key_dim, value_dim]`` is the state before the block, and is updated in place.
     ``tokens`` are :meth:`Tokens.of_heads`, and ``added`` is ``[heads, tokens, value_dim]``.

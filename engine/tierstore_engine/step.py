@@ -26,7 +26,7 @@ class SeenInputs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepInputs:
-    """The images that cross-attention layers read in a step, in the order of its rows. The KV of the
+    """The images that cross-attention layers read in a step, in the order of the step's rows. The KV of the
     embeddings in ``new``, ``[rows, hidden_size]``, is written to their pages first."""
 
     sights: tuple[SeenInputs, ...]
@@ -41,8 +41,8 @@ class StepInput:
     for each layer group. ``logit_rows`` (int64) names the rows whose logits are needed. ``arrivals`` are the
     pages that are still arriving. ``adapters`` has the rows (int64) of each adapter, by its digest.
     ``positions`` are ``[tokens, 3]`` if a sequence has images with positions on three axes. ``embeddings``
-    take the places of the tokens in ``embedded_rows`` (int64); None without images. ``inputs`` is None if no
-    row sees an input of cross attention.
+    replace those of the tokens in ``embedded_rows`` (int64). Both are None if the step has no images.
+    ``inputs`` is None if no row sees an input of cross attention.
     """
 
     tokens: torch.Tensor
@@ -71,15 +71,17 @@ class StepImages:
     positions: torch.Tensor | None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Other ranks get bytes. torch would send handles of files, which these processes do not share.
+        # Other ranks get the tensors as bytes, because torch would send handles of files, which these
+        # processes do not share.
         return _unpacked, (tuple(self.rows), _packed(self.embeddings), _packed(self.positions))
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step before it is on a device. ``tokens`` are the tokens of all spans, concatenated. ``adapters`` has
-    the digest of each span's adapter (empty: none), or nothing if no span has one. ``images`` is None if no
-    sequence has images, and ``inputs`` if no row sees any by cross attention."""
+    """A step as arrays on the host, before it is copied to a device. ``tokens`` are the tokens of all spans,
+    concatenated. ``adapters`` has the digest of each span's adapter (empty: none), or nothing if no span has
+    one. ``images`` is None if no sequence has images, and ``inputs`` if no row sees any by cross
+    attention."""
 
     spans: tuple[Span, ...]
     tokens: Sequence[int]
@@ -145,7 +147,7 @@ def _unpacked(rows: Sequence[int], *packed: _Packed) -> StepImages:
 @dataclass(slots=True)
 class PartialStep:
     """A step that is computed a few layers at a time, as its pages arrive. The first ``layers`` layers were
-    computed or queued. The model keeps its input and activations in ``input`` and ``hidden``."""
+    computed or queued. The model stores the step's input and activations in ``input`` and ``hidden``."""
 
     step: Step
     layers: int = 0
@@ -154,7 +156,7 @@ class PartialStep:
 
     def arrived(self, config: ModelConfig) -> int:
         """Return how many of the model's layers were computed, or could be computed now without waiting for a
-        page. Layers that are computed in one go are counted together."""
+        page. Layers that are always computed together are counted together."""
         stop = self.layers
         while stop < config.layers and self.step.arrivals.arrived(stop):
             stop += 1
@@ -175,17 +177,18 @@ class Runner(Protocol):
 
     def advance(self, partial: PartialStep, layers: range) -> torch.Tensor | None:
         """Compute the next ``layers`` of a step. Return the result of :meth:`compute` if the last layer is
-        among them, otherwise None. Layers in ``ModelConfig.joined`` must be computed with the one before.
+        among them, otherwise None. A layer in ``ModelConfig.joined`` must be computed together with the layer
+        before it.
 
         Other steps may be computed in between. A step may be dropped without finishing it.
         """
 
     def sample(self, logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int]) -> list[Choice]:
-        """Choose a token for each draw, from the row of the last ``compute``'s logits that ``rows`` names for
-        it. Only this method waits for the device, once for all draws."""
+        """Choose a token for each draw. ``rows`` names the row of the last logits for each draw. Only this
+        method waits for the device, once for all draws."""
 
     def wait(self) -> None:
         """Wait until all computing is done."""
 
     def close(self) -> None:
-        """End what the runner has started."""
+        """End the processes and threads that the runner has started."""

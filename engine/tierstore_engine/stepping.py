@@ -1,8 +1,8 @@
 """An engine on its own thread: asyncio code adds requests, and outputs return to its event loop.
 
 No other thread touches the engine. Other threads post functions, which the engine's thread calls between two
-steps. The outputs of a step are passed to each event loop in one call. So the loop never waits for a step,
-and a step never for the loop.
+steps. The outputs of a step are passed to each event loop in one call. The event loop therefore never waits
+for a step, and a step never waits for the event loop.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StepJob:
         return self._loop
 
     def deliver(self, delivery: Delivery) -> None:
-        """Deliver on the event loop."""
+        """Pass outputs to the iteration, on its event loop."""
         self._arrived.put_nowait(delivery)
 
 
@@ -95,8 +95,8 @@ class EngineThread(Generic[E]):
 
     An error in a step ends all requests, and is counted in ``errors``. Later requests may succeed, for
     example after a device ran out of memory. ``failed`` is set if even ending them failed, or if the engine
-    cannot continue (:class:`~tierstore_engine.errors.RankLostError`). Then ``when_failed`` is called on the
-    thread, which ends.
+    cannot continue (:class:`~tierstore_engine.errors.RankLostError`). The thread then calls ``when_failed``,
+    and ends.
 
     ``stats`` are the engine's statistics from before its current step, so that reading them waits for
     nothing. ``stepping_since`` is when that step began, by the monotonic clock; None between two steps.
@@ -109,9 +109,9 @@ class EngineThread(Generic[E]):
         self.stats: EngineStats = engine.stats()
         self.stepping_since: float | None = None
         self._engine = engine
-        self._jobs: dict[RequestId, StepJob] = {}  # used by the thread only
+        self._jobs: dict[RequestId, StepJob] = {}  # only the thread uses it
         self._changed = threading.Condition()
-        # Both of these are guarded by _changed.
+        # _changed guards both of these attributes.
         self._calls: deque[Callable[[E], object]] = deque()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="tierstore-engine", daemon=True)
@@ -159,7 +159,7 @@ class EngineThread(Generic[E]):
         try:
             await self.call(begin)
         except asyncio.CancelledError:
-            job.cancel()  # its requests may have been added by now, or be added soon
+            job.cancel()  # the requests of this job may have been added by now, or may be added soon
             raise
         return job
 
@@ -201,7 +201,7 @@ class EngineThread(Generic[E]):
                     self.stepping_since = time.monotonic()
                     outputs = self._engine.step()
                     self.stepping_since = None
-                    self.stats = self._engine.stats()  # before callers see the outputs that are counted
+                    self.stats = self._engine.stats()  # counters change before callers see the outputs
                     self._deliver([(output.request_id, output) for output in outputs])
             except Exception as error:  # noqa: BLE001  # waiting callers must learn of every error
                 self.stepping_since = None
@@ -215,7 +215,7 @@ class EngineThread(Generic[E]):
         self._end_all(EngineClosedError("the engine was closed before this was done"))
 
     def _recover(self) -> None:
-        """Leave nothing in the engine that would fail again."""
+        """End all requests of the engine, so that none of them fails again."""
         try:
             self._engine.cancel_all()
             while self._engine.has_work:

@@ -1,30 +1,32 @@
-"""The pages of one sequence in one layer group, for each rule of what the next token needs.
+"""The pages of one sequence in one layer group. There is a kind of table for each rule that says which pages
+the next token needs.
 
 ``Sequence.tables`` has a :class:`GroupTable` for each layer group of the model. A table takes, shares,
-publishes and releases the pages of its group. :mod:`tierstore_engine.keeper` does so for all groups at once::
+publishes and releases the pages of its group. :mod:`tierstore_engine.keeper` calls the tables of all groups::
 
     FullTable    [ all of the past ...................... | rest of the prompt ]   a page for each chunk
     WindowTable  [ released ... | what the next token attends ]                    a page for each chunk
     StateTable   [ live page ]  [ snapshot at the last chunk's end ]               at most two pages
     CrossTable   [ first image ..... | second image ..... ]                        a page for 64 rows
 
-A sequence is admitted with pages of full tables for all of its tokens, so only decoding can run out of them.
-The other tables take pages for the next step, and release pages that no later token needs. A window table
-also serves attention chunks: the two differ only in their :class:`~tierstore.groups.GroupRule`.
+A sequence is admitted with pages for all of its tokens in full tables, so only decoding can run out of these
+pages. The other tables take pages for the next step, and release pages that no later token needs. A window
+table is also used for attention chunks, which differ only in their :class:`~tierstore.groups.GroupRule`.
 
 A full table publishes each page when it is complete. A hit needs few pages of the other groups, and these
 exist only at *save points*: the end of the prompt, the place where other prompts diverge from it, and every
 ``checkpoint_tokens``. All of these are ends of chunks. A step ends at each save point, because a state exists
-only for its last token. A sequence may leave, finished or parked, inside a chunk. Then its partial pages and
-its live state are published. With ``whole_windows`` a window table publishes each page when it is complete,
-like a full table. SGLang finds no prompt without them (docs/sharing.md).
+only for its last token. A sequence may leave, finished or parked, inside a chunk. In this case its partial
+pages and its live state are published. With ``whole_windows`` a window table publishes each page when it is
+complete, like a full table. SGLang finds no prompt without them (docs/sharing.md).
 
-A cross table has the pages of the prompt's images. It takes them when the image's token is computed, unless a
-load brings them. It publishes an image as soon as its pages are complete: they do not depend on tokens.
+A cross table has the pages of the prompt's images. It takes these pages when the image's token is computed,
+unless a load provides them. It publishes an image's pages as soon as they are complete, because they do not
+depend on tokens.
 
 A load returns shared pages. The sequence copies the page that a hit ends inside, and the state, before it
-writes to them. (A full group's load makes that copy itself.) Forked sequences share pages by reference: the
-first sequence that writes to a page copies it, and the last one that has the page releases it.
+writes to them. (In a full group, the load itself makes that copy.) Forked sequences share pages by reference:
+the first sequence that writes to a page copies it, and the last one that has the page releases it.
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ from tierstore_engine.images import PromptImages
 
 @dataclass(frozen=True, slots=True)
 class SavePoint:
-    """Lengths at which hits may begin later, ascending: ends of chunks, and at last the length of a sequence
-    that leaves inside a chunk. ``live`` is the length of the live states if they are published; only
+    """The lengths that later hits may have, in ascending order: ends of chunks, and last the length of a
+    sequence that leaves inside a chunk. ``live`` is the length of the live states if they are published; only
     :meth:`GroupTable.drop` may follow then."""
 
     prompt: Prompt
@@ -64,18 +66,18 @@ class PageGroup:
     def __init__(self, connector: Connector, number: int, *, whole_windows: bool = False) -> None:
         self.rule = connector.rules[number]
         self.chunk_tokens = connector.pool.spec.chunk_tokens
-        self.keeps = connector.keeps  # whether pages can be found again
+        self.keeps = connector.keeps  # whether other sequences can find published pages
         # whether each page is published when it is complete, and not only at save points
         windowed = self.rule.past in (Past.WINDOW, Past.CHUNK)
         self.saves_all = self.rule.chained or (whole_windows and windowed)
         self._connector = connector
         self._number = number
-        # by page: the number of sequences beside the first that have it
+        # by page: how many sequences have it, not counting the first
         self._shares: Counter[int] = Counter()
 
     @property
     def shared_pages(self) -> int:
-        """Return the number of pages that sequences save by sharing."""
+        """Return the number of pages that are spared because sequences share pages."""
         return self._shares.total()
 
     def count(self, tokens: int) -> int:
@@ -105,7 +107,7 @@ class PageGroup:
             self._connector.release(owned, group=self._number)
 
     def copy(self, copies: Iterable[tuple[int, int]]) -> None:
-        """Copy whole pages, each pair is ``(to, from)``."""
+        """Copy whole pages. Each pair is ``(to, from)``."""
         self._connector.pools[self._number].copy_pages(copies)
 
     def publish(self, point: SavePoint, pages: Ints[int], first: int, hint: Hint | None) -> Transfer[int]:
@@ -160,8 +162,8 @@ class GroupTable(ABC):
     @abstractmethod
     def reserve(self, loaded: int, stop: int, shared: int) -> bool:
         """Prepare for a load of ``loaded`` tokens (0 for none) into a sequence of ``stop`` tokens. ``shared``
-        whole pages of group 0 are already in HBM. Return False without room; :meth:`drop` must follow
-        then."""
+        whole pages of group 0 are already in HBM. Return False if there is no room; the caller must then call
+        :meth:`drop`."""
 
     @abstractmethod
     def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
@@ -191,8 +193,9 @@ class GroupTable(ABC):
         return True
 
     def own(self, tokens: int) -> bool:
-        """Ensure that a sequence may write to the last page of its hit of ``tokens`` tokens. (A page that a
-        hit ends inside is its own already.) Return False without room; nothing has changed then."""
+        """Ensure that a sequence may write to the last page of its hit of ``tokens`` tokens. (A page inside
+        which a hit ends belongs to the sequence already.) Return False without room; nothing has changed
+        then."""
         if tokens % self.group.chunk_tokens:
             return True
         pages = self._with_copy(self.pages, tokens // self.group.chunk_tokens - 1)
@@ -226,7 +229,8 @@ class GroupTable(ABC):
         return last < len(self.pages) and self.group.is_shared(self.pages[last])
 
     def fork(self) -> GroupTable | None:
-        """Return a table for another sequence that continues beside this one; None without room."""
+        """Return a table for another sequence that continues from the same tokens. Return None if there is no
+        room."""
         twin = self.another()
         self.group.share(page for page in self.pages if page != NO_PAGE)
         twin.pages, twin.saved_at = list(self.pages), self.saved_at
@@ -261,7 +265,7 @@ class FullTable(GroupTable):
         return self.group.count(tokens)
 
     def lacking(self, tokens: int, coming: int) -> int:
-        admitted = self.pages or self.expected  # with pages for all tokens
+        admitted = self.pages or self.expected  # this table has pages for all tokens
         return min(self.expected, coming) if admitted else self.kept(tokens)
 
     def reserve(self, loaded: int, stop: int, shared: int) -> bool:
@@ -283,8 +287,8 @@ class FullTable(GroupTable):
         """Keep all pages."""
 
     def save(self, point: SavePoint) -> list[Transfer[int]]:
-        # All pages in one save. A hint is also published without pages, because it covers earlier ones as
-        # well.
+        # Save all pages in one call. A hint is published even if there are no pages, because it also applies
+        # to earlier pages.
         first, stop = self.saved_at // self.group.chunk_tokens, self.group.count(point.ends[-1])
         if stop <= first and (point.hint is None or not first):
             return []
@@ -296,8 +300,8 @@ class FullTable(GroupTable):
 
 
 class NamedTable(GroupTable):
-    """A table of a group whose pages are found by name. It takes pages as it grows, and publishes them only
-    at save points, unless the group ``saves_all``."""
+    """A table for a group with named pages. It takes pages as the sequence grows, and publishes them only at
+    save points, unless the group ``saves_all``."""
 
     def lacking(self, tokens: int, coming: int) -> int:
         arrived = self.expected - min(self.expected, coming)
@@ -325,7 +329,7 @@ class NamedTable(GroupTable):
 
     @abstractmethod
     def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
-        """Publish the pages for a hit of ``end`` tokens; None if the table does not have them."""
+        """Publish the pages for a hit of ``end`` tokens. Return None if the table does not have them."""
 
     def _publish(self, point: SavePoint, end: int, pages: Ints[int], first: int) -> Transfer[int]:
         hint = point.hint
@@ -338,13 +342,13 @@ class WindowTable(NamedTable):
     """Sliding windows and attention chunks, which need the pages that the next token attends."""
 
     def peak(self, tokens: int, step: int) -> int:
-        # One more than it keeps, because the page that a hit ends inside is copied.
+        # This is one page more than the table keeps, because the page inside which a hit ends is copied.
         group = self.group
         pages = group.count(group.rule.tokens) + group.count(group.chunk_tokens - 1 + step)
         return min(group.count(tokens), pages) + 1
 
     def kept(self, tokens: int) -> int:
-        # The pages for a hit at the last chunk's end, and the page of the next token.
+        # The table keeps the pages for a hit at the last chunk's end, and the page of the next token.
         return min(self.group.count(tokens), self.group.count(self.group.rule.tokens) + 1)
 
     def begin(self, held: GroupPages, tokens: int, stop: int) -> bool:
@@ -353,7 +357,7 @@ class WindowTable(NamedTable):
         if needed and not pages:
             return False
         assert range(held.first, held.first + len(pages)) == needed, "a hit has all pages that it needs"
-        if pages and tokens % group.chunk_tokens:  # the last page will be written
+        if pages and tokens % group.chunk_tokens:  # the sequence will write to the last page
             copied = self._with_copy(pages, len(pages) - 1)
             if copied is None:
                 return False
@@ -375,7 +379,8 @@ class WindowTable(NamedTable):
     def _save_at(self, end: int, point: SavePoint) -> Transfer[int] | None:
         needed = self.group.rule.pages(end, self.group.chunk_tokens)
         if self.group.saves_all:
-            # All that it has, under no session: a later save point would supersede them.
+            # All pages are saved without a session, because a later save point of the session would supersede
+            # them.
             needed = range(self.pages.count(NO_PAGE), self.group.count(end))
             point = replace(point, session=None)
         pages = self.pages[needed.start : needed.stop]
@@ -387,9 +392,9 @@ class WindowTable(NamedTable):
 
 
 class StateTable(NamedTable):
-    """Recurrent states, which need only the last one. ``pages`` has the live page. ``snapshot`` is empty, or
-    has a copy of the state after ``snapshot_at`` tokens. ``before`` is empty, or has a copy of the state to
-    go back to."""
+    """A table for recurrent states. The next token needs the last state only. ``pages`` has the page of the
+    live state. ``snapshot`` is empty, or has a copy of the state after ``snapshot_at`` tokens. ``before`` is
+    empty, or has a copy of the state to go back to."""
 
     def __init__(self, group: PageGroup) -> None:
         super().__init__(group)
@@ -428,20 +433,20 @@ class StateTable(NamedTable):
         return bool(self.before)
 
     def go_back(self) -> None:
-        """Return to the state that :meth:`keep_state` has copied, if any."""
+        """Return to the state that :meth:`keep_state` has copied, if there is one."""
         self.group.copy((self.pages[0], page) for page in self.before)
         self.group.release(self.before)
         self.before = []
 
     def trim(self, tokens: int) -> None:
-        """Keep the page: it has the state before the draft."""
+        """Do nothing, because the page has the state before the draft."""
 
     def passed(self, tokens: int) -> None:
         group = self.group
         if tokens % group.chunk_tokens or tokens <= self.snapshot_at or not group.keeps:
             return
         self.snapshot = self.snapshot or group.allocate(1) or []
-        if self.snapshot:  # otherwise a later hit begins earlier
+        if self.snapshot:  # otherwise a later hit would be shorter
             group.copy([(self.snapshot[0], self.pages[0])])
             self.snapshot_at = tokens
 
@@ -466,7 +471,7 @@ class StateTable(NamedTable):
         if self.snapshot and self.snapshot_at == end:
             saving = self._publish(point, end, self.snapshot, end // self.group.chunk_tokens - 1)
             self.group.release(self.snapshot)
-            self.snapshot = []  # published, so it must not be written again
+            self.snapshot = []  # the page is published, so it must not be written again
             return saving
         if end == point.live:
             return self._publish(point, end, self.pages, (end - 1) // self.group.chunk_tokens)
@@ -475,8 +480,8 @@ class StateTable(NamedTable):
 
 class CrossTable(GroupTable):
     """Cross attention, which needs all images before the next token. ``pages`` has the pages of all images of
-    the prompt in order, and ``rule`` knows these images. ``ready`` has the numbers of those whose KV is in
-    the pages, and ``published`` of those that other sequences can find."""
+    the prompt in order, and ``rule`` knows these images. ``ready`` has the numbers of the images whose KV is
+    in the pages, and ``published`` the numbers of the images that other sequences can find."""
 
     def __init__(self, group: PageGroup) -> None:
         super().__init__(group)
@@ -553,13 +558,13 @@ class CrossTable(GroupTable):
         return True
 
     def trim(self, tokens: int) -> None:
-        """Keep all pages: drafted tokens are no images."""
+        """Do nothing, because drafted tokens are no images."""
 
     def passed(self, tokens: int) -> None:
         self.ready.update(range(self._begun(tokens)))
 
     def is_shared(self, tokens: int) -> bool:
-        return False  # no token writes to them
+        return False  # no token writes to an image's pages
 
     def fork(self) -> GroupTable | None:
         twin = super().fork()
