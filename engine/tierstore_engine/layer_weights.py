@@ -1,8 +1,8 @@
 """The tensors of a model, layer by layer.
 
-Q, K and V are one matrix here, and so are the gate and up projections, and those of all experts: one large
-product costs less than several small ones. Matrices are ``[out, in]``; None if the architecture has no such
-tensor. :mod:`tierstore_engine.weights` loads them.
+Q, K and V are stored as one matrix, and so are the gate and up projections, also those of all experts,
+because one large product costs less than several small ones. Matrices are ``[out, in]``; None if the
+architecture has no such tensor. :mod:`tierstore_engine.weights` loads them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tierstore_engine.weights_on_disk import WeightStream
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """The weights of a layer with keys and values. With gated attention a head's rows of Q are followed by
-    those of its gate."""
+    """The weights of a layer with keys and values. With gated attention, the rows of Q of a head are followed
+    by the rows of its gate."""
 
     qkv: Matrix
     qkv_bias: torch.Tensor | None
@@ -34,8 +34,9 @@ class AttentionWeights:
 
 @dataclass(frozen=True, slots=True)
 class CrossWeights:
-    """The weights of a cross-attention layer. ``kv`` takes an encoder's rows. ``gate`` and ``mlp_gate`` have
-    one number each, whose hyperbolic tangent is a factor of the output of attention or of the MLP."""
+    """The weights of a cross-attention layer. ``kv`` is multiplied with the rows of an encoder. ``gate`` and
+    ``mlp_gate`` have one number each, whose hyperbolic tangent is a factor of the output of attention or of
+    the MLP."""
 
     q: Matrix
     kv: Matrix
@@ -48,7 +49,7 @@ class CrossWeights:
 
 @dataclass(frozen=True, slots=True)
 class LatentWeights:
-    """The weights of a layer with latents. ``q`` takes the output of ``q_down``, if that exists. ``kv_up``
+    """The weights of a layer with latents. If ``q_down`` exists, its output is the input of ``q``. ``kv_up``
     has all heads' keys (without RoPE) and values, ``[heads, nope_dim + value_dim, rank]``."""
 
     q_down: Matrix | None
@@ -75,7 +76,8 @@ class DeltaWeights:
 
 @dataclass(frozen=True, slots=True)
 class Mamba2Weights:
-    """The weights of a Mamba-2 layer. The projection yields gates, the convolution's channels, and steps."""
+    """The weights of a Mamba-2 layer. The projection yields gates, the convolution's channels, and step
+    sizes."""
 
     projection: Matrix
     projection_bias: torch.Tensor | None
@@ -168,9 +170,9 @@ class BlockWeights:
 
 @dataclass(frozen=True, slots=True)
 class SharedBlockWeights:
-    """One use of a shared block: the block, and what only this use has. ``use`` counts the uses of all blocks
-    before it. ``qkv_changes`` holds its changes to Q, K and V; empty in a model without such changes. ``out``
-    takes the block's output."""
+    """One use of a shared block: the block, and the weights that belong to this use only. ``use`` counts the
+    uses of all blocks before it. ``qkv_changes`` holds its changes to Q, K and V; empty in a model without
+    such changes. ``out`` is multiplied with the block's output."""
 
     use: int
     block: BlockWeights
@@ -199,9 +201,9 @@ MixerWeights: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class ExpertsWeights:
-    """The weights of a mixture of experts: like those of an MLP, with the expert as first dimension. The
-    router has all experts. The other matrices have those from ``first`` on, and further ranks have the
-    rest."""
+    """The weights of a mixture of experts, which are those of an MLP with the expert as first dimension. The
+    router has rows for all experts. The other matrices have the experts from ``first`` on, and other ranks
+    have the rest."""
 
     router: torch.Tensor
     router_bias: torch.Tensor | None
@@ -216,7 +218,7 @@ class ExpertsWeights:
 
     @property
     def held(self) -> range:
-        """Return the experts whose matrices are here."""
+        """Return the range of experts whose matrices this rank has."""
         return range(self.first, self.first + self.down.shape[0])
 
 
@@ -235,9 +237,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class PredictorWeights:
-    """The weights of a predictor, except those of its decoder layer. ``merge`` takes the normed embedding and
-    the normed output beside each other, ``[hidden_size, 2 × hidden_size]``. ``norm`` comes before the
-    head."""
+    """The weights of a predictor, except those of its decoder layer. ``merge [hidden_size, 2 × hidden_size]``
+    is multiplied with the normed embedding and the normed output, one after the other. ``norm`` comes before
+    the head."""
 
     embed_norm: torch.Tensor
     hidden_norm: torch.Tensor
@@ -255,7 +257,7 @@ class ModelWeights:
     norm: torch.Tensor
     head: Matrix
     predictor: PredictorWeights | None = None
-    stream: WeightStream | None = None  # of weights that stay on disk
+    stream: WeightStream | None = None  # the files of weights that stay on disk
 
 
 T = TypeVar("T")

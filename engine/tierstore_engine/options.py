@@ -68,7 +68,8 @@ class PromptOptions:
     prompt: Annotated[str | None, typer.Option(help="The prompt, or text to add behind the file's")] = None
 
     def text(self) -> str:
-        """Return the prompt. Raises :class:`UsageError` if there is none or its file cannot be read."""
+        """Return the prompt. Raises :class:`UsageError` if no prompt is given, or if its file cannot be
+        read."""
         if self.prompt_file is None and self.prompt is None:
             raise UsageError("no prompt: give --prompt-file, --prompt or both")
         try:
@@ -185,7 +186,7 @@ class EngineOptions(ModelOptions):
 
     @property
     def most_drafted(self) -> int:
-        """Return the most tokens that are drafted per step."""
+        """Return the largest number of tokens that are drafted in a step."""
         return _DRAFTED if self.draft_tokens is None else self.draft_tokens
 
     def check(self) -> None:
@@ -203,8 +204,8 @@ class EngineOptions(ModelOptions):
         )
 
     def overflow_of(self, device: str) -> Overflow | None:
-        """Return where pages lie that do not fit the pool's memory on ``device``. Raises :class:`UsageError`
-        for a pool that has no size, and for options that do not fit the device."""
+        """Return where pages are stored that do not fit into the pool's memory on ``device``. Raises
+        :class:`UsageError` for a pool that has no size, and for options that do not fit the device."""
         if self.overflow is None and self.overflow_host_bytes is None:
             return None
         if self.hbm_bytes is None:
@@ -217,7 +218,7 @@ class EngineOptions(ModelOptions):
         return overflow
 
     def keeping(self) -> dict[str, Any]:
-        """Return where pages are kept, as arguments of :func:`~tierstore_engine.build.build_engine`."""
+        """Return where pages are stored, as arguments of :func:`~tierstore_engine.build.build_engine`."""
         return {
             "store": self.store,
             "prefix_cache": not self.no_prefix_cache,
@@ -230,7 +231,7 @@ class EngineOptions(ModelOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(EngineOptions):
-    """One prompt to continue. ``hbm_bytes`` None makes a pool that just holds it."""
+    """One prompt to continue. If ``hbm_bytes`` is None, the pool just holds the prompt and its answer."""
 
     max_new_tokens: Annotated[int, typer.Option(help="Tokens to generate at most")] = 128
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0
@@ -263,7 +264,7 @@ class GenerateOptions(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class BatchOptions:
-    """Many prompts instead of one. ``max_sequences`` None takes as many as the memory allows."""
+    """Many prompts instead of one. If ``max_sequences`` is None, it is as large as the memory allows."""
 
     batch: Annotated[
         Path | None,
@@ -301,8 +302,8 @@ class BatchOptions:
 class ServeOptions(EngineOptions):
     """An engine to serve.
 
-    ``hbm_bytes`` None takes a GPU's free memory, and on a CPU pages for 65,536 tokens. ``most_hbm_bytes`` is
-    the largest size that the pool may be resized to.
+    If ``hbm_bytes`` is None, the pool takes a GPU's free memory, or has pages for 65,536 tokens on a CPU.
+    ``most_hbm_bytes`` is the largest size that the pool may be resized to.
     """
 
     most_hbm_bytes: Annotated[

@@ -1,8 +1,8 @@
 """Multi-token prediction: a layer of the checkpoint drafts tokens from the model's outputs.
 
-The layer takes the model's output for a token and the embedding of the token after it, and predicts the token
-after that (DeepSeek-V3, arXiv:2412.19437, section 2.2). ``hᵢ`` is the output for token ``tᵢ``, after the
-final norm. Embeddings and head are the model's own::
+The input of the layer is the model's output for a token, and the embedding of the next token. The layer
+predicts the token after these two (DeepSeek-V3, arXiv:2412.19437, section 2.2). ``hᵢ`` is the output for
+token ``tᵢ``, after the final norm. The layer uses the model's embeddings and head::
 
     h'ᵢ₊₁ = layer(merge · [norm(embedding(tᵢ₊₁)); norm(hᵢ)])        logits of tᵢ₊₂ = head(norm(h'ᵢ₊₁))
 
@@ -14,10 +14,10 @@ from every tier, parked requests, forks and hand-overs include this KV. Token 0 
 token attends to it in this layer. After each step, :meth:`PredictorDrafter.follow` writes the KV of the
 step's tokens.
 
-Pages do not have the output that the next token needs. So the last token of a hit is computed again
-(:class:`~tierstore_engine.keeper.PageKeeper`). A recurrent state cannot be undone for this. There, the layer
-takes zeros for the output. Then the KV of one token differs in this layer, which changes drafts but no
-answer."""
+Pages do not contain the output that the next token needs. The last token of a hit is therefore computed again
+(:class:`~tierstore_engine.keeper.PageKeeper`). A recurrent state cannot be reset for this. In models with
+recurrent states, the layer uses zeros in the place of the output. The KV of one token in this layer then
+differs, which changes drafts but no answer."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class PredictorDrafter(Drafter):
         before: list[torch.Tensor] = []
         for item, rows in zip(work, torch.split(outputs, [item.tokens for item in work]), strict=True):
             sequence, stop = item.sequence, item.start + item.tokens
-            first = max(item.start, sequence.foreseen)  # a hit has the KV of its last token
+            first = max(item.start, sequence.foreseen)  # a hit includes the KV of its last token
             if first < stop:
                 known = sequence.output_of(item.start - 1)
                 earlier = torch.zeros_like(rows[0]) if known is None else known
@@ -154,7 +154,7 @@ class PredictorDrafter(Drafter):
             self._model.remember(self._step(spans, tokens), torch.cat(before))
 
     def forget(self, sequence: Sequence) -> None:
-        """Do nothing: the drafter keeps its facts in the sequence itself."""
+        """Do nothing: the drafter stores its data in the sequence."""
 
     def close(self) -> None:
         """Do nothing: the pages belong to the engine."""
@@ -164,8 +164,8 @@ class PredictorDrafter(Drafter):
 
 
 def _begun(sequences: Ints[Sequence]) -> Iterator[_Draft]:
-    """Yield an empty draft for each sequence whose last output is known. It is unknown for one step after a
-    fork whose pages had no room."""
+    """Yield an empty draft for each sequence whose last output is known. This output is unknown for one step
+    after a fork whose pages had no room."""
     for sequence in sequences:
         before = sequence.output_of(len(sequence.tokens) - 2)
         if before is not None:

@@ -1,13 +1,14 @@
 """Products of activations with a weight matrix.
 
-A decode step has few rows. Then the time of a product is that of reading the matrix once. The compiled part
-(``tierstore/native/decode.c``) takes about as long for four rows as for one, and MKL twice as long. So the
-compiled part computes products of few rows, and of more rows where it is faster: with AVX2 in bfloat16, for
-which torch has no instructions there, and up to 128 rows in float32. Where torch has AVX-512 instructions for
-a dtype, they take 0.3 to 0.8 of the compiled part's time from two rows on, and it computes single rows only.
+A decode step has few rows, and the time of a product is the time to read the matrix once. The compiled part
+(``tierstore/native/decode.c``) takes about as long for four rows as for one, and MKL twice as long. The
+compiled part therefore computes products of few rows, and of more rows where it is faster: with AVX2 in
+bfloat16, for which torch has no instructions there, and up to 128 rows in float32. Where torch has AVX-512
+instructions for a dtype, torch takes 0.3 to 0.8 of the compiled part's time for two rows or more, and the
+compiled part computes single rows only.
 
-With AVX2, and on AMD's processors, oneDNN computes the other products in float32. On an AMD EPYC it takes 0.9
-of the time of MKL, which torch would use, with AVX2, and half of it with AVX-512.
+With AVX2, and on AMD's processors, oneDNN computes the other products in float32. On an AMD EPYC, oneDNN
+takes 0.9 of the time of MKL with AVX2, and half of it with AVX-512. Torch would use MKL.
 
 In products of the compiled part, a row's bits do not depend on other rows. Within :func:`same_bits`, it
 computes all products on the CPU; on a GPU, kernels with the same property do.
@@ -27,7 +28,7 @@ from torch.nn import functional
 from tierstore import native
 
 FEW_ROWS = 16
-"""A product of more rows is not bound by reading the matrix."""
+"""The time of a product of more rows is not limited by reading the matrix."""
 
 
 def _made_by_amd() -> bool:
@@ -39,13 +40,14 @@ def _made_by_amd() -> bool:
 
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
-# Torch's compiler calls this too. It takes the weights as they are.
+# Torch's compiler calls this operation, too. It does not need rearranged weights.
 _LINEAR = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
 _ONEDNN = _LINEAR if _CAPABILITY == "AVX2" or _made_by_amd() else None
 
 
 def _most_rows() -> dict[torch.dtype, int]:
-    """Return up to how many rows the compiled part is faster than torch (benchmarks/products.py)."""
+    """Return the largest number of rows for which the compiled part is faster than torch
+    (benchmarks/products.py)."""
     if _CAPABILITY == "AVX2":
         return {torch.float32: 128, torch.bfloat16: sys.maxsize}
     wide = _CAPABILITY == "AVX512"
@@ -57,18 +59,18 @@ def _most_rows() -> dict[torch.dtype, int]:
 
 
 _MOST_ROWS = _most_rows()
-_THREADED_BYTES = 1 << 20  # fewer are read before further threads have begun
+_THREADED_BYTES = 1 << 20  # fewer bytes are read before more threads have begun
 _FORMATS = {getattr(torch, name): native.DECODE_FORMATS[name] for name in ("float32", "bfloat16")}
 
 
 Product: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Takes ``x [rows, columns]`` and a weight ``[products, columns]``. Returns their product like
-:func:`multiply`."""
+"""A function that returns the product of ``x [rows, columns]`` and a weight ``[products, columns]``, as
+:func:`multiply` does."""
 
 
 class _Rule(threading.local):
     threads = 0  # within same_bits the compiled part takes this number of threads; 0 outside of it
-    product: Product | None = None  # computes all products instead of the compiled part
+    product: Product | None = None  # the function that computes all products instead of the compiled part
 
 
 _rule = _Rule()
@@ -76,11 +78,12 @@ _rule = _Rule()
 
 @contextmanager
 def same_bits(product: Product | None = None) -> Iterator[None]:
-    """Compute every row with the same bits, whichever other rows it is computed with, in this thread.
+    """In this thread, compute every row with the same bits, independent of the other rows of the product.
 
-    ``product`` then computes all products, a GPU's kernels for example. By default the compiled part does,
-    and without it a product raises :class:`RuntimeError`. Torch works in one thread, because it cuts rows
-    among its threads, and computes the numbers at the cuts by other instructions.
+    ``product`` computes all products meanwhile, for example with a GPU's kernels. By default the compiled
+    part computes them, and if there is none, a product raises :class:`RuntimeError`. Torch works in one
+    thread, because it cuts rows among its threads, and computes the numbers at the cuts by other
+    instructions.
     """
     threads = torch.get_num_threads()
     _rule.threads, _rule.product = threads, product
@@ -99,7 +102,7 @@ def bits_are_same() -> bool:
 
 def short_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Return the sum over a short dimension. Torch may choose the order of a sum on a GPU by the number of
-    rows. So where a GPU's rows must have the same bits, the numbers are added one by one, in float32."""
+    rows. If rows on a GPU must have the same bits, the numbers are therefore added one by one, in float32."""
     if _rule.product is None:
         return x.sum(dim)
     first, *others = x.float().unbind(dim)
@@ -107,7 +110,7 @@ def short_sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def threads_for(nbytes: int) -> int:
-    """Return how many threads the compiled part takes to read ``nbytes``."""
+    """Return the number of threads with which the compiled part reads ``nbytes``."""
     return (_rule.threads or torch.get_num_threads()) if nbytes > _THREADED_BYTES else 1
 
 
@@ -119,8 +122,8 @@ def arithmetic() -> str:
 
 
 def compiled_takes(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether the compiled part, where there is one, computes products of ``rows`` rows with a matrix
-    of ``dtype``."""
+    """Return whether the compiled part exists and computes products of ``rows`` rows with a matrix of
+    ``dtype``."""
     return rows <= _MOST_ROWS.get(dtype, FEW_ROWS) or bits_are_same()
 
 

@@ -1,5 +1,5 @@
-"""Prompts that are not computed yet: how much of each is held, how fast prompts are computed, and whose turn
-is next. The scheduler decides which of them to admit."""
+"""Prompts that are not computed yet: how many tokens of each are held, how fast prompts are computed, and
+whose turn is next. The scheduler decides which of them to admit."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence, SequenceState
 from tierstore_engine.settings import EngineSettings
 
-_ORDERED = 128  # requests that are ordered; later ones wait
+_ORDERED = 128  # how many requests are ordered; later ones wait
 _LOOKUPS = 8  # lookups of waiting requests per step
-_STALE_S = 1.0  # older results are looked up again
+_STALE_S = 1.0  # results that are older are looked up again
 _PACE_STEPS = 64
 _ANSWERS = 64  # ended answers
 _ANY_SPEED = Prefill(1e-4)  # before the first measurement: only the order matters
@@ -40,7 +40,7 @@ class PendingPrompt:
 
     @property
     def waits(self) -> bool:
-        """Return whether it has no page yet."""
+        """Return whether the sequence has no page yet."""
         return self.sequence.state is SequenceState.WAITING
 
     @property
@@ -50,7 +50,7 @@ class PendingPrompt:
 
 
 class AnswerLengths:
-    """The lengths of the last answers. Others are expected to become as long."""
+    """The lengths of the last answers. Running answers are expected to become as long."""
 
     def __init__(self) -> None:
         self._lengths: deque[int] = deque(maxlen=_ANSWERS)
@@ -61,7 +61,8 @@ class AnswerLengths:
             self._lengths.append(len(sequence.tokens) - sequence.prompt_tokens)
 
     def until(self, answering: Iterable[Sequence], count: int) -> int:
-        """Return in how many tokens ``count`` of the ``answering`` sequences are expected to have ended."""
+        """Return after how many more tokens ``count`` of the ``answering`` sequences are expected to have
+        ended."""
         return sorted(map(self._left, answering))[count - 1]
 
     def _left(self, sequence: Sequence) -> int:
@@ -74,8 +75,8 @@ class AnswerLengths:
 
 @dataclass(slots=True)
 class _PromptStep:
-    """The last step: when it was planned, how many prompt ``tokens`` it computed after ``behind`` others on
-    average, and what it was spent on."""
+    """The last step: when it was planned, how many prompt ``tokens`` it computed, how many tokens were before
+    each of them on average (``behind``), and for which requests."""
 
     at: float
     busy: bool
@@ -95,7 +96,7 @@ class PendingPrompts:
         prefill: Callable[[], Prefill | None],
         clock: Callable[[], float],
     ) -> None:
-        self.longest_overtaken_s = 0.0  # of requests with their first token
+        self.longest_overtaken_s = 0.0  # the roots of requests that have their first token
         self.short_of_room = False  # whether slots or pages do not hold all waiting requests
         self._keeper = keeper
         self._ahead = ahead
@@ -105,7 +106,8 @@ class PendingPrompts:
         self._clock = clock
         self._prompts: dict[RequestId, PendingPrompt] = {}
         self._overdue: frozenset[Place] = frozenset()  # places that may no longer be overtaken
-        self._strict_prefix: Place | None = None  # up to this place requests are served by place
+        # requests up to this place are served in the order of places
+        self._strict_prefix: Place | None = None
         self._step: _PromptStep | None = None
         self._pace: deque[tuple[int, float, float]] = deque(maxlen=_PACE_STEPS)
         self._steps_s: deque[float] = deque(maxlen=_PACE_STEPS)
@@ -132,8 +134,8 @@ class PendingPrompts:
         self._prompts[sequence.request_id] = PendingPrompt(sequence, entry)
 
     def forget(self, sequence: Sequence) -> None:
-        """Drop a sequence whose prompt is computed, or that leaves. Other prompts then hold what it has
-        computed."""
+        """Drop a sequence whose prompt is computed, or that leaves. The pages that it has computed are then
+        counted as held for other prompts."""
         prompt = self._prompts.pop(sequence.request_id, None)
         if prompt is None:
             return
@@ -151,8 +153,8 @@ class PendingPrompts:
     # -- what is held --------------------------------------------------------------------------------
 
     def look_up(self, prompt: PendingPrompt, hit: ConnectorHit | None = None) -> int:
-        """Record how much of a prompt is held now, from ``hit`` or from a new lookup. Return how many tokens
-        fewer that is than recorded before."""
+        """Record how much of a prompt is held now, from ``hit`` or from a new lookup. Return by how many
+        tokens this is fewer than recorded before."""
         found = self._keeper.look_up(prompt.sequence) if hit is None else hit
         plan = self._keeper.planned(prompt.sequence, found)
         in_hbm = min(found.by_tier.get("hbm", 0), plan.tokens)
@@ -206,14 +208,15 @@ class PendingPrompts:
         self._strict_prefix = max(overdue, default=None) if self.short_of_room else None
 
     def in_strict_prefix(self, place: Place) -> bool:
-        """Return whether the request at ``place`` is served by its place."""
+        """Return whether the request at ``place`` is in the strict prefix, and therefore served in the order
+        of places."""
         return place in self._overdue or (self._strict_prefix is not None and place <= self._strict_prefix)
 
     # -- time ----------------------------------------------------------------------------------------
 
     def step_begins(self, plan: StepPlan, sakes: Mapping[RequestId, Place], kept_out: Place | None) -> None:
-        """Record that a step begins, and what it is spent on. ``sakes`` has the request that an admitted
-        prompt is computed for, if not itself. ``kept_out`` is as in :class:`Spent`."""
+        """Record that a step begins, and for which requests. ``sakes`` has, for an admitted prompt, the
+        request for which it is computed, if that is another one. ``kept_out`` is as in :class:`Spent`."""
         spent, behind = Spent(short=self.short_of_room, kept_out=kept_out), 0.0
         spent.first = min((prompt.entry.place for prompt in self if not prompt.promised), default=None)
         for item in (*plan.batch, *plan.beside):
@@ -225,7 +228,7 @@ class PendingPrompts:
         self._step = _PromptStep(self._clock(), bool(plan), tokens, behind / max(tokens, 1), spent)
 
     def step_ended(self, admitted: Iterable[Sequence]) -> None:
-        """Record that the last step has ended, unless that was noted before."""
+        """Record the end of the last step, unless it was recorded before."""
         step, self._step = self._step, None
         if step is None:
             return
@@ -254,8 +257,8 @@ class PendingPrompts:
         return sum(self._steps_s) / max(len(self._steps_s), 1)
 
     def speed(self) -> Prefill:
-        """Return the speed of prefill beside everything else. Its shape is measured on steps that run alone,
-        its pace on all steps."""
+        """Return the speed of prefill beside everything else. The dependence on length is measured on steps
+        that run alone, and the speed on all steps."""
         shape = self._prefill() or _ANY_SPEED
         expected_s = sum(shape.seconds(tokens, behind) for tokens, behind, _ in self._pace)
         if not expected_s:

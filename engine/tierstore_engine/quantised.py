@@ -1,12 +1,12 @@
 """Matrices that stay quantised in memory. A product dequantises some rows at a time.
 
-A format (:class:`~tierstore_engine.weight_formats.WeightFormat`) says how bytes become numbers. All rows of a
-matrix are packed alike, each in whole bytes. Numbers are computed in float32 and then converted to the
-model's dtype. Activations are never quantised.
+A format (:class:`~tierstore_engine.weight_formats.WeightFormat`) says how bytes are converted to numbers. All
+rows of a matrix are packed in the same way, each in whole bytes. Numbers are computed in float32 and then
+converted to the model's dtype. Activations are never quantised.
 
 On the CPU the compiled part (``tierstore/native/decode.c``) computes the numbers, and products of few rows of
-activations without writing the numbers to memory. Without it torch does, from the same numbers. On a GPU
-kernels do both (:class:`MatrixKernels`).
+activations without writing the numbers to memory. If there is no compiled part, torch computes both. On a
+GPU, kernels compute both (:class:`MatrixKernels`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from tierstore import native
 from tierstore_engine import products
 from tierstore_engine.weight_formats import WeightFormat
 
-_TILE_NUMBERS = 1 << 15  # dequantised at a time by each thread: torch's temporaries stay in the core's cache
-_UNPACKED_NUMBERS = 1 << 20  # the same for the compiled part, which has no temporaries
-_KERNEL_NUMBERS = 1 << 24  # the same for a GPU, whose products need many rows
+# numbers that each thread dequantises at a time, so that torch's temporary tensors stay in the core's cache
+_TILE_NUMBERS = 1 << 15
+_UNPACKED_NUMBERS = 1 << 20  # the number for the compiled part, which has no temporary tensors
+_KERNEL_NUMBERS = 1 << 24  # the number for a GPU, whose products need many rows
 
 
 _TABLE_FORMATS = {getattr(torch, name): number for name, number in native.TABLE_FORMATS.items()}
@@ -42,9 +43,9 @@ class PackedMatrix:
     """Rows in a format. ``codes`` are uint8 ``[rows, bytes]``.
 
     ``scales`` and ``zeros`` are contiguous ``[row blocks, column groups]``, in dtypes that the compiled part
-    reads: one row of them for each ``block_rows`` rows. A column group is ``group`` neighbours, unless
-    ``groups`` has the group of each column (int64). Scales are None if the bytes say everything, zeros if the
-    format's ``zero`` is that of all groups.
+    reads: each row of these belongs to ``block_rows`` rows of the matrix. A column group is ``group``
+    neighbours, unless ``groups`` has the group of each column (int64). Scales are None if the format needs
+    none. Zeros are None if all groups have the format's ``zero``.
     """
 
     format: WeightFormat
@@ -61,7 +62,7 @@ class PackedMatrix:
         return rows, nbytes // self.format.block_bytes * self.format.block
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return everything that takes memory."""
+        """Return all tensors of the matrix that need memory."""
         values = (getattr(self, each.name) for each in fields(self))
         return [each for each in values if isinstance(each, torch.Tensor)]
 
@@ -165,15 +166,15 @@ class PackedMatrix:
 
 
 class MatrixKernels(ABC):
-    """A GPU's products with packed matrices on ``device``, and their numbers, in the model's dtype. Products
-    have at most ``most_rows`` rows of activations. Nothing here waits for the device."""
+    """Products with packed matrices on a GPU (``device``), and the matrices' numbers, in the model's dtype.
+    Products have at most ``most_rows`` rows of activations. No method waits for the device."""
 
     device: str
     most_rows: int
 
     @abstractmethod
     def prepare(self, packed: PackedMatrix) -> None:
-        """Load what this matrix needs. Call it before the others."""
+        """Load the kernels that this matrix needs. Call it before the other methods."""
 
     @abstractmethod
     def rows(self, packed: PackedMatrix, rows: torch.Tensor) -> torch.Tensor:
@@ -193,13 +194,15 @@ class MatrixKernels(ABC):
 
 class QuantisedMatrix:
     """A matrix ``[rows, columns]``, or one for each expert, whose rows are packed matrices one after the
-    other. ``dtype`` is the results' dtype. Parts of it are views. With ``kernels`` it is on their device."""
+    other. ``dtype`` is the dtype of results. A part of the matrix is a view. If there are ``kernels``, the
+    matrix is on their device."""
 
     def __init__(self, *shape: int, dtype: torch.dtype, kernels: MatrixKernels | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
         self._kernels = kernels
-        self._parts: list[tuple[int, PackedMatrix]] = []  # with the first row of each, in order
+        # the packed matrices in order, with the first row of each
+        self._parts: list[tuple[int, PackedMatrix]] = []
         self._first = 0
 
     def __len__(self) -> int:
@@ -209,7 +212,7 @@ class QuantisedMatrix:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, chosen: int | slice) -> QuantisedMatrix:
-        """Return an expert's matrix, or some rows of this one."""
+        """Return the matrix of one expert, or some rows of this matrix."""
         start, stop, _ = (slice(chosen, chosen + 1) if isinstance(chosen, int) else chosen).indices(len(self))
         shape = self.shape[1:] if isinstance(chosen, int) else (stop - start, *self.shape[1:])
         view = QuantisedMatrix(*shape, dtype=self.dtype, kernels=self._kernels)
@@ -235,7 +238,8 @@ class QuantisedMatrix:
         self._parts.sort(key=lambda part: part[0])
 
     def parts(self) -> Iterator[tuple[int, int, int, PackedMatrix]]:
-        """Yield the packed matrices of these rows: (first row here, first row there, rows, matrix)."""
+        """Yield the packed matrices of these rows, as (first of these rows, first row in the packed matrix,
+        number of rows, packed matrix)."""
         for first, packed in self._parts:
             start = max(first, self._first)
             stop = min(first + packed.shape[0], self._first + self.rows)
@@ -284,7 +288,7 @@ def _multiply_by_kernels(
 
 def _multiply_on_the_cpu(x: torch.Tensor, packed: PackedMatrix, inner: int, out: torch.Tensor) -> None:
     known = packed.compiled and x.dtype in (torch.float32, torch.bfloat16)
-    # Torch would have to dequantise the matrix first.
+    # The compiled part is used for more rows, too, because torch would have to dequantise the matrix first.
     if known and (len(x) <= products.FEW_ROWS or products.compiled_takes(len(x), x.dtype)):
         out.copy_(packed.multiply(x, inner, out.shape[1]))
         return
@@ -299,7 +303,7 @@ def _multiply_on_the_cpu(x: torch.Tensor, packed: PackedMatrix, inner: int, out:
 def _multiply_by_tiles(
     x: torch.Tensor, unpacked: Callable[[int, int], torch.Tensor], numbers: int, out: torch.Tensor
 ) -> None:
-    """Write products to ``out``. ``numbers`` is how many of the matrix are dequantised at a time."""
+    """Write products to ``out``. ``numbers`` is how many numbers of the matrix are dequantised at a time."""
     step, count = max(numbers // x.shape[1], 1), out.shape[1]
     for start in range(0, count, step):
         stop = min(start + step, count)
@@ -348,7 +352,7 @@ class AdaptedMatrix:
         self._rows = rows
 
     def adapt(self, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """Add the adapters' parts to ``product``, which is that of ``x`` and the base."""
+        """Add the adapters' products to ``product``, which is the product of ``x`` and the base matrix."""
         for adapter, rows in self._rows.of.items():
             for change in self._changes.get(adapter, ()):
                 product[rows, change.rows] += change.multiply(x[rows])
@@ -363,7 +367,7 @@ class ChangedMatrix:
         self._changes = changes
 
     def adapt(self, x: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-        """Add the changes to ``product``, which is that of ``x`` and the base."""
+        """Add the changes to ``product``, which is the product of ``x`` and the base matrix."""
         for change in self._changes:
             product[:, change.rows] += change.multiply(x)
         return product

@@ -1,8 +1,8 @@
 """Sampling: the parameters of a request, and the choice of tokens from a step's logits.
 
 A choice inverts the cumulative distribution at one uniform number per token. Each request draws these numbers
-from its own generator. So its tokens depend on its seed and its logits, and never on other requests of the
-batch.
+from its own generator. Its tokens therefore depend on its seed and its logits, and never on other requests of
+the batch.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from tierstore_engine.moving import to_device, to_host
 from tierstore_engine.outputs import StepLogprobs, TokenLogprob
 
 _ROWS_AT_ONCE = 16
-"""Rows sampled together. Each row temporarily takes about 50 bytes per token of the vocabulary."""
+"""Rows sampled together. The most rows that are sampled at a time. Each row temporarily needs about 50 bytes
+per token of the vocabulary."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """The parameters of one request. Raises :class:`RequestError` for invalid values.
 
-    ``temperature`` 0 is greedy and ignores the filters. ``top_k`` 0, ``top_p`` 1 and ``min_p`` 0 are off; the
-    filters apply in this order, after the temperature. ``stop`` ends the text before the first of its
-    strings. ``stop_token_ids`` end it like the model's own end-of-sequence ids, which ``ignore_eos`` switches
-    off. ``logprobs`` asks for this many most likely tokens beside the chosen one, from the model's own
-    distribution (before penalties, temperature and filters). ``keep_logits`` keeps each step's float32
-    logits.
+    ``temperature`` 0 is greedy and ignores the filters. The filters ``top_k``, ``top_p`` and ``min_p`` are
+    applied in this order, after the temperature. The values 0, 1 and 0 turn them off. ``stop`` ends the text
+    before the first of its strings. ``stop_token_ids`` end the text like the model's own end-of-sequence ids.
+    ``ignore_eos`` switches the model's ids off. ``logprobs`` asks for this many most likely tokens beside the
+    chosen one, from the model's own distribution (before penalties, temperature and filters). ``keep_logits``
+    keeps each step's float32 logits.
 
-    These change the logits before anything is chosen, in this order:
+    These parameters change the logits before a token is chosen, in this order:
 
     - ``repetition_penalty`` (1 is off) applies to every token of prompt and answer: positive logits are
       divided by it, negative ones multiplied by it, as in transformers.
@@ -102,8 +103,8 @@ class Draw:
     """The input of one sequence's next choice.
 
     ``uniform`` is a random number in [0, 1). ``repeated`` are the token ids (int64, in host memory,
-    duplicates allowed) that ``params.repetition_penalty`` applies to, None if it is off. ``bias`` is then
-    added to the logits of its tokens.
+    duplicates allowed) that ``params.repetition_penalty`` applies to, None if it is off. After the penalty,
+    ``bias`` is added to the logits of its tokens.
     """
 
     params: SamplingParams
@@ -160,8 +161,9 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | No
     """Choose a token for each draw from ``logits`` (float32 ``[rows, vocab_size]``), on their device.
 
     Each draw uses the row that ``rows`` names for it. None means the first draw from the first row, and so
-    on. No operation reads a number on the device, so none waits for it: no shape depends on the logits, and
-    filtered tokens get weight 0 instead of being removed. A row's choice depends on that row alone.
+    on. The host waits for no operation, because it reads no number from the device: shapes do not depend on
+    logits, and filtered tokens get weight 0 instead of being removed. A row's choice depends on that row
+    alone.
     """
     if rows is not None and list(rows) != list(range(len(logits))):
         logits = logits[to_device(torch.tensor(rows), logits.device)]
@@ -184,14 +186,15 @@ def sample(logits: torch.Tensor, draws: Sequence[Draw], rows: Sequence[int] | No
 def weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return, for each row of logits, the tokens by falling probability, and their probabilities (float64).
 
-    The probabilities sum to 1 after the temperature and ``top_k``. Tokens that the other filters remove then
-    get 0.
+    The probabilities sum to 1 after the temperature and ``top_k``. Tokens that the other filters remove have
+    the probability 0.
     """
     vocab_size = logits.shape[1]
     numbers = [(p.temperature, p.top_k or vocab_size, p.top_p, p.min_p) for p in params]
     on_device = to_device(torch.tensor(numbers, dtype=torch.float64), logits.device)
     temperature, top_k, top_p, min_p = torch.split(on_device, 1, dim=1)
-    # Sorted by the logits themselves: after subtraction of the largest, different logits may be equal.
+    # Tokens are sorted by their logits, because different logits may become equal when the largest one is
+    # subtracted.
     ranked = logits.sort(dim=-1, descending=True, stable=True)
     scaled = (ranked.values.double() - ranked.values[:, :1]) / temperature
     among = torch.arange(vocab_size, device=logits.device) < top_k
@@ -204,11 +207,12 @@ def weights(logits: torch.Tensor, params: Sequence[SamplingParams]) -> tuple[tor
 
 
 def _invert(tokens: torch.Tensor, weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
-    """Return each row's token at which the cumulative weight first exceeds that share of the row's total."""
+    """Return, for each row, the first token at which the cumulative weight exceeds the row's share of its
+    total weight."""
     shares = to_device(torch.tensor(uniforms, dtype=torch.float64), tokens.device).unsqueeze(1)
     cumulative = weights.cumsum(-1)
     rank = (cumulative <= shares * cumulative[:, -1:]).sum(-1, keepdim=True)
-    # A share close to 1 may be rounded to 1, behind the last token with a weight.
+    # A share close to 1 may be rounded to 1, which is after the last token with a weight.
     places = torch.arange(weights.shape[1], device=weights.device)
     last = (places * (weights > 0)).amax(-1, keepdim=True)
     return tokens.gather(1, torch.minimum(rank, last)).squeeze(1)
@@ -226,7 +230,7 @@ def penalized(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
     rows, given, penalties = zip(*repeated, strict=True)
     tokens = [
         each[each < logits.shape[1]] for each in given
-    ]  # a prompt may have tokens behind the vocabulary
+    ]  # a prompt may have ids beyond the vocabulary, such as those of images
     counts = torch.tensor([len(each) for each in tokens])
     where = to_device(
         torch.stack((torch.tensor(rows).repeat_interleave(counts), torch.cat(tokens))), logits.device

@@ -98,17 +98,14 @@ class Scheduler:
         self._by_cache = settings.schedule == "cache"
         self._ahead = LookAhead(keeper)
         self._prompts = PendingPrompts(keeper, self._ahead, settings, prefill, clock)
-        # the room that the pool had when the oldest waiting request was refused
-        self._refused_at: Room | None = None
+        self._refused_at: Room | None = None  # the room when the oldest waiting request was refused
         # The rule of progress.
         self._short = False  # whether a sequence found no pages in the last step
         self._stuck = False  # whether no request is admitted because cached pages are in the way
-        # the requests that were preempted since an admitted request ended
-        self._preempted: set[RequestId] = set()
+        self._preempted: set[RequestId] = set()  # requests preempted since an admitted one ended
         self._only: RequestId | None = None  # the root (the request and its forks) that must run alone
         self._turns: dict[RequestId, int] = {}  # the turns of admitted prompts in the last order
-        # the oldest request for which an admitted prompt is computed, if that is another request
-        self._sakes: dict[RequestId, Place] = {}
+        self._sakes: dict[RequestId, Place] = {}  # the oldest request that needs an admitted prompt
         self._reasons: dict[Place, WaitReason] = {}  # why the last plan did not admit a request
         self._answers = AnswerLengths()
 
@@ -212,8 +209,7 @@ class Scheduler:
         self._short = False
         arriving = [s for s in self.admitted if s.partial is not None or self._keeper.arriving(s)]
         plan = StepPlan(self._work([s for s in self.admitted if s not in arriving]), [])
-        # planning the batch may have parked some of them
-        arriving = [s for s in arriving if s in self.admitted]
+        arriving = [s for s in arriving if s in self.admitted]  # the batch may have parked some
         if plan.batch or any(s.partial is not None for s in arriving):
             plan.beside.extend(self._beside(arriving, sum(item.tokens for item in plan.batch)))
         else:
@@ -318,8 +314,7 @@ class Scheduler:
         self._ahead.look(self.waiting[place:])
 
     def _refusal(self, sequence: Sequence) -> WaitReason | None:
-        """Give pages to the next request in the order of age. Return why it has to wait, or None if it has
-        its pages."""
+        """Give the next request by age its pages. Return why it has to wait, or None."""
         if self._full:
             return WaitReason.SLOT
         forbidden = self._forbidden(sequence)
@@ -416,8 +411,7 @@ class Scheduler:
         return min(sequence.remaining, 2 * self._settings.prefill_chunk)
 
     def _computing_for(self, sequence: Sequence) -> Sequence | None:
-        """Return the admitted sequence that is computing or loading the beginning of this sequence's
-        prompt."""
+        """Return the admitted sequence that computes or loads the beginning of this one's prompt."""
         if not self._keeper.keeps:
             return None
         for other in self.admitted:
@@ -429,8 +423,7 @@ class Scheduler:
         return None
 
     def _took_room(self, prompt: PendingPrompt) -> WaitReason | None:
-        """Admit a request if there are a slot and pages. Return why it has to wait, or None if it was
-        admitted."""
+        """Admit a request if it gets a slot and pages. Return why it has to wait, or None."""
         sequence, entry = prompt.sequence, prompt.entry
         reason = WaitReason.SLOT if self._full else self._forbidden(sequence)
         if reason is not None:
@@ -461,8 +454,7 @@ class Scheduler:
             return False
         kept_out = self._kept_out()
         if not any(
-            # A request that waits for pages from other hosts would not be admitted, and the room would be
-            # given back.
+            # A request that waits for pages from other hosts would not be admitted.
             prompt.entry.place in kept_out
             and self._prompts.in_strict_prefix(prompt.entry.place)
             and not self._forbidden(prompt.sequence)
@@ -568,8 +560,7 @@ class Scheduler:
             item = self._next(sequence)
             if not self._keeper.may_compute(sequence, item.stop):
                 continue
-            # Compute the whole chunk or none of it. A smaller chunk would change the shapes, and thereby the
-            # last bits of the results.
+            # Compute the whole chunk or none of it: a smaller one would change the last bits of results.
             if item.tokens > budget:
                 break
             if not sequence.grow(item.stop):

@@ -35,7 +35,8 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def push(self, token: int) -> str:
-        """Add a token. Return the text that became certain; it may be empty."""
+        """Add a token. Add tokens, and return the new text that later tokens cannot change. It may be
+        empty."""
 
     @abstractmethod
     def flush(self) -> str:
@@ -53,7 +54,7 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         """Return the ids of ``text``. Unless ``begin`` is False, they start with the special tokens that the
-        model expects at a prompt's start. Chat templates write these tokens themselves."""
+        model expects at a prompt's start. A chat template already writes these tokens."""
 
     @abstractmethod
     def starts(self, text: str, *, begin: bool = True) -> list[int]:
@@ -66,8 +67,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def token_bytes(self, token: int) -> bytes:
-        """Return the bytes that a token adds within a text. A special token has none. A token that is part of
-        a character has its own bytes."""
+        """Return the bytes that a token adds inside a text: none for a special token, and some bytes of the
+        character for a token that is part of one."""
 
     def written(self, token: int) -> str | None:
         """Return how an added token, such as a special one, is written in a text. None for other tokens."""
@@ -84,8 +85,8 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
-    """One id per byte of UTF-8, then begin and end of sequence. Further ids (a preset may have a larger
-    vocabulary) are shown as ``<id>``."""
+    """A tokenizer with one id per byte of UTF-8, and ids for begin and end of sequence after these. Further
+    ids (a preset may have a larger vocabulary) are shown as ``<id>``."""
 
     def encode(self, text: str, *, begin: bool = True) -> list[int]:
         return [*((BOS_BYTE_ID,) if begin else ()), *text.encode("utf-8", errors="replace")]
@@ -139,7 +140,8 @@ class HFTokenizer(Tokenizer):
             return bytes(map(_BYTES.__getitem__, piece)) if in_bytes else piece.encode()
         if self._byte_fallback and _BYTE_PIECE.fullmatch(piece):
             return bytes((int(piece[3:5], 16),))
-        # Some decoders treat the first token of a text differently. The second token is as within a text.
+        # Some decoders treat the first token of a text differently. The second token is decoded as it is
+        # inside a text.
         return self.decode([token, token])[len(self.decode([token])) :].encode()
 
     def detokenizer(self, before: Sequence[int] = ()) -> Detokenizer:
@@ -177,7 +179,7 @@ def _read(folder: Path) -> FastTokenizer:
 def common_length(one: str, other: str) -> int:
     """Return how many leading characters two texts have in common."""
     low, high = 0, min(len(one), len(other))
-    while low < high:  # slices are compared at the speed of memory
+    while low < high:  # comparing slices is as fast as reading memory
         middle = (low + high + 1) // 2
         low, high = (middle, high) if one[low:middle] == other[low:middle] else (low, middle - 1)
     return low
@@ -193,7 +195,8 @@ def _kinds(decoder: object) -> set[str]:
 
 def _byte_characters() -> dict[str, int]:
     """Return the bytes by the characters that represent them in a byte-level vocabulary (as in GPT-2).
-    Printable bytes are themselves, the others follow in order from U+0100."""
+    A printable byte is represented by the same character. The other bytes are represented by the characters
+    from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
@@ -243,8 +246,9 @@ class _WindowDetokenizer(Detokenizer):
     """Decode a short window again with each token, and show the new text at its end.
 
     Decoding each token alone would be wrong: a character may span tokens, and some decoders treat the first
-    token of a text differently. Decoding everything each time would be quadratic. The window begins with the
-    tokens of the last shown text, as context; the first window begins with the end of the prompt.
+    token of a text differently. Decoding the whole text for each token would take quadratic time. The window
+    begins with the tokens of the last shown text, as context; the first window begins with the end of the
+    prompt.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: list[int]) -> None:
@@ -272,7 +276,8 @@ class _WindowDetokenizer(Detokenizer):
 
     def copy(self) -> Detokenizer:
         twin = copy.copy(self)
-        twin._held, twin.starts = list(self._held), list(self.starts)  # the context is replaced, not changed
+        # the list is replaced and never changed, because copies share it
+        twin._held, twin.starts = list(self._held), list(self.starts)
         return twin
 
     def _grown(self) -> str:
@@ -282,7 +287,7 @@ class _WindowDetokenizer(Detokenizer):
         """Record that the held tokens have shown ``text``."""
         before, whole = len(self._decode(self._context)), self._decode(self._context + self._held)
         for count in range(len(self._held)):
-            # A token begins after the characters of the tokens before it that stay.
+            # A token begins after those characters of earlier tokens that do not change any more.
             stays = common_length(whole, self._decode(self._context + self._held[:count]))
             self.starts.append(self._shown + min(max(stays - before, 0), len(text)))
         self._shown += len(text)

@@ -1,11 +1,12 @@
-"""The images of a model: the processor and the encoder, both of transformers, and the embeddings.
+"""The images of a model: transformers' processor and encoder, and the embeddings that they compute.
 
 The engine has no encoders of its own. It uses those of transformers, on the CPU and in the model's dtype. The
-first image imports transformers and Pillow, and reads the encoder's weights. Prompts of text need neither.
+first image imports transformers and Pillow, and reads the encoder's weights. Prompts without images need
+neither.
 
 An embedding is found by a SHA-256 over the processor's output, under an identity with the encoder's weights,
-its configuration and the version of transformers. So the encoder runs only for an image that the store does
-not have. The processor's configuration changes its output, and thereby the content.
+its configuration and the version of transformers. The encoder therefore runs only for an image that the store
+does not have. The processor's configuration changes its output, and thereby the content.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _LOAD_S = 5.0  # how long the encoder waits for an embedding that the store has 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProcessedImage:
-    """A processor's output for an image: the encoder's ``inputs``. ``rows`` is the number of tokens that the
-    image takes, or one if it is ``crossed``. ``content`` is a SHA-256 over the inputs."""
+    """A processor's output for an image, with the encoder's ``inputs``. ``rows`` is the number of tokens that
+    the image takes, or one if it is ``crossed``. ``content`` is a SHA-256 over the inputs."""
 
     inputs: Mapping[str, torch.Tensor]
     rows: int
@@ -58,7 +59,7 @@ class ProcessedImage:
 
 
 class _Family(ABC):
-    """How one family writes images into prompts, and the classes of transformers that compute them."""
+    """How one family of models writes images into prompts, and which classes of transformers compute them."""
 
     mutual = False  # whether the tokens of an image see one another
     crossed = False  # whether cross-attention layers read the embedding
@@ -78,8 +79,8 @@ class _Family(ABC):
         return self.token
 
     def expanded(self, written: Callable[[int], str], rows: int) -> str:
-        """Return the text of an image of ``rows`` tokens, which replaces a template's marker. ``written``
-        returns the text of a special token."""
+        """Return the text for an image of ``rows`` tokens, which replaces the marker that a template writes.
+        ``written`` returns the text of a special token."""
         return written(self.token) * rows
 
     @abstractmethod
@@ -207,8 +208,8 @@ class _Gemma3(_Family):
 
 
 class _Mllama(_Family):
-    """Llama 3.2 Vision: an image is cut into tiles, and is one token. Cross-attention layers read the rows of
-    its tiles."""
+    """Llama 3.2 Vision: an image is cut into tiles, and takes one token of the prompt. Cross-attention layers
+    read the rows of the tiles."""
 
     crossed = True
 
@@ -276,7 +277,7 @@ class Vision:
         self._tokenizer = model.tokenizer
         self._connector = connector
         self._lock = threading.Lock()
-        # None until the first image:
+        # These are None until the first image arrives:
         self._processor: Any = None
         self._encoder: torch.nn.Module | None = None
         self._identity: Identity | None = None
@@ -338,8 +339,8 @@ class Vision:
         return firsts
 
     def embed(self, image: ProcessedImage, start: int = 0) -> PromptImage:
-        """Return an image with its embedding, from the store or else from the encoder. The store then gets
-        the encoder's. Raises :class:`ModelError` if the encoder does not fit its configuration."""
+        """Return an image with its embedding. If the store does not have the embedding, the encoder computes
+        it, and it is saved. Raises :class:`ModelError` if the encoder does not fit its configuration."""
         with self._lock:
             self._open()
             assert self._identity is not None
@@ -406,7 +407,7 @@ class Vision:
                 f"{self._folder}: transformers cannot make this encoder of images: {error}"
             ) from error
         weights = _read_weights(encoder, self._folder)
-        for weight in encoder.parameters():  # the angles of positions stay in float32
+        for weight in encoder.parameters():  # keep the angles of positions in float32
             weight.data = weight.data.to(getattr(torch, self._config.dtype))
         self._encoder = encoder.eval().requires_grad_(False)
         worth = embedding_worth(config.to_dict())
@@ -445,8 +446,8 @@ _PARTS = r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector)\..
 
 
 def _own_name(name: str, state: Mapping[str, torch.Tensor]) -> str:
-    """Return the encoder's name of a checkpoint's tensor. Versions of transformers differ in whether SigLIP
-    has a part named ``vision_model``."""
+    """Return the encoder's name for a tensor of a checkpoint. Versions of transformers differ in whether
+    SigLIP has a part named ``vision_model``."""
     name = name.removeprefix("model.")
     part, _, rest = name.partition(".")
     candidates = (name, f"{part}.vision_model.{rest}", f"{part}.{rest.removeprefix('vision_model.')}")

@@ -1,9 +1,9 @@
 """Vocabularies that are not in a ``tokenizer.json``: a SentencePiece ``tokenizer.model``, and the vocabulary
 in a GGUF file. Both become a tokenizer of the tokenizers package.
 
-SentencePiece's BPE joins the two neighbours whose piece has the best score. The same happens if every way to
-put a piece together is a merge, ranked by the piece's score. Models of other types, and texts that are
-rewritten before they are cut, are refused.
+SentencePiece's BPE always joins the two neighbours whose joined piece has the best score. The tokenizers
+package does the same if every pair that forms a piece is a merge, ranked by the score of the piece.
+SentencePiece models of other types, and those that rewrite texts before they are cut, are refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _GGML = "tokenizer.ggml."  # before the names of metadata about vocabularies
 @dataclass(frozen=True)
 class SentencePieces:
     """A SentencePiece vocabulary: the piece, score and kind of each id. ``begin`` and ``end`` are the ids at
-    the ends of a prompt, None for none. With ``prefix`` a space is put before a text, and also after each
-    special token if ``prefix_parts``."""
+    the ends of a prompt, or None. With ``prefix``, a space is put before a text. With ``prefix_parts``, a
+    space is also put after each special token."""
 
     names: Sequence[str]
     scores: Sequence[float]
@@ -202,7 +202,7 @@ def _signed(value: int) -> int:
 
 
 def _configured(pieces: SentencePieces, folder: Path) -> SentencePieces:
-    """Return the vocabulary with the tokens that the files beside it add or rename."""
+    """Return the vocabulary, changed by the tokens that other files in the folder add or rename."""
     settings, more = (_json_of(folder / name) for name in (CONFIG_FILE, ADDED_FILE))
     names, added = list(pieces.names), {}
     for content, token in more.items():
@@ -250,7 +250,7 @@ def _tokenizer(file: Path, pieces: SentencePieces) -> FastTokenizer:
             unk_token=pieces.names[pieces.unknown],
             fuse_unk=True,
             byte_fallback=pieces.byte_fallback,
-            ignore_merges=bool(user),  # a piece that the user defined is never cut
+            ignore_merges=bool(user),  # a user-defined piece is never cut
         )
     )
     escape = normalizers.Replace(" ", _SPACE)
@@ -279,7 +279,8 @@ def _tokenizer(file: Path, pieces: SentencePieces) -> FastTokenizer:
 
 
 def _merges(pieces: SentencePieces) -> list[tuple[str, str]]:
-    """Return all pairs of pieces that make up another one, the pairs of the best piece first."""
+    """Return all pairs of pieces that form another piece. Pairs for the piece with the best score come
+    first."""
     normal = {
         name: (-score, token)
         for token, (name, score, kind) in enumerate(
@@ -304,7 +305,7 @@ def _add(file: Path, fast: FastTokenizer, added: Mapping[int, AddedToken]) -> No
 
 
 def _frame(fast: FastTokenizer, begin: int | None, end: int | None) -> None:
-    """Let prompts begin and end with these tokens."""
+    """Make the tokenizer put these tokens at the beginning and the end of prompts."""
     ends = [None if token is None else fast.id_to_token(token) for token in (begin, end)]
     if any(ends):
         fast.post_processor = processors.TemplateProcessing(

@@ -1,7 +1,8 @@
 """Readers of quantised safetensors: ``quantization_config``, and the tensors that make up one matrix.
 
 A :class:`WeightScheme` names the tensors of a matrix in the checkpoint, beside facts such as bits and groups.
-Each layout has one small function that brings them into a :class:`~tierstore_engine.quantised.PackedMatrix`.
+Each layout has one small function that makes a :class:`~tierstore_engine.quantised.PackedMatrix` of these
+tensors.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ CODE_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How a checkpoint's weights are quantised. ``group`` is the columns of one scale, None for all, and
-    ``block_rows`` its rows. ``zero_shift`` is added to stored zeros."""
+    """How a checkpoint's weights are quantised. One scale applies to ``group`` columns (None: all columns)
+    and to ``block_rows`` rows. ``zero_shift`` is added to stored zeros."""
 
     method: str
     layout: TensorLayout
@@ -83,7 +84,7 @@ def _positive(raw: Raw, name: str) -> int:
 
 
 def _group(value: Any) -> int | None:
-    """Return the columns of a group; -1 and null mean all."""
+    """Return the number of columns in a group; -1 and null mean all columns."""
     if value is None or value == -1:
         return None
     return _positive({"group_size": value}, "group_size")
@@ -106,7 +107,8 @@ def _absent(raw: Raw, name: str, method: str) -> None:
 
 
 def _blocks_of(value: Any) -> tuple[int, int | None]:
-    """Return the rows and columns of a scale's block; without one, those of a row."""
+    """Return the number of rows and columns to which a scale applies. If the scheme names no block, this is
+    one row."""
     if value is None:
         return 1, None
     if not isinstance(value, list) or len(value) != 2 or any(type(each) is not int for each in value):
@@ -202,8 +204,8 @@ def _matrix(
     zeros: torch.Tensor | None = None,
     groups: torch.Tensor | None = None,
 ) -> PackedMatrix:
-    """Return the matrix, after a check that there is a scale for each block. ``groups`` are those of the
-    columns, if they are not in order. Raises :class:`ValueError` otherwise."""
+    """Return the matrix, after a check that there is a scale for each block. ``groups`` has the group of each
+    column if groups are not in order. Raises :class:`ValueError` otherwise."""
     form, packed = codes
     rows, columns = PackedMatrix(form, packed).shape
     width = scheme.group or columns
@@ -228,7 +230,7 @@ def _matrix(
 
 
 def _scaled(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> PackedMatrix:
-    """Read numbers of 8 bits beside scales."""
+    """Read numbers of 8 bits, whose scales are in another tensor."""
     codes = tensors["weight"]
     scales = tensors.get("weight_scale", tensors.get("weight_scale_inv"))
     if scales is None:
@@ -239,18 +241,20 @@ def _scaled(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> Packed
 
 
 def _bytes_of(words: torch.Tensor) -> torch.Tensor:
-    """Return int32 ``[rows, words]`` as uint8 ``[rows, bytes]``, lowest first."""
+    """Return int32 ``[rows, words]`` as uint8 ``[rows, bytes]``, the lowest byte of a word first."""
     return words.contiguous().view(torch.uint8)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the numbers in int32 ``[rows, words]`` as uint8, lowest first."""
+    """Return the numbers that are packed in int32 ``[rows, words]`` as uint8, the lowest bits of a word
+    first."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2).to(torch.uint8)
 
 
 def _gptq_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> PackedMatrix:
-    """Read words along the inputs. Stored zeros are 1 too small in the first version of the format."""
+    """Read a matrix whose words pack numbers of consecutive inputs. Stored zeros are 1 too small in the first
+    version of the format."""
     codes = _bytes_of(tensors["qweight"].T)
     zeros = _unpacked(tensors["qzeros"], scheme.bits).to(torch.int16) + scheme.zero_shift
     scales = tensors["scales"].T.contiguous()
@@ -258,11 +262,11 @@ def _gptq_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> P
     return _matrix(scheme, (form, codes), scales, zeros.T.contiguous(), tensors.get("g_idx"))
 
 
-_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # where each of eight outputs is in a word
+_AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # the place in a word of each of the eight outputs
 
 
 def _awq_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> PackedMatrix:
-    """Read words along the outputs, whose order is interleaved."""
+    """Read a matrix whose words pack numbers of eight outputs in interleaved order."""
 
     def outputs(words: torch.Tensor) -> torch.Tensor:
         by_word = _unpacked(words, 4).view(len(words), -1, 8)
@@ -274,7 +278,8 @@ def _awq_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> Pa
 
 
 def _packed_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> PackedMatrix:
-    """Read words along the inputs. Zeros are in words along the outputs, or signed numbers."""
+    """Read a matrix whose words pack numbers of consecutive inputs. Zeros are packed along the outputs, or
+    are signed numbers."""
     form = UINT4 if scheme.bits == 4 else UINT8
     rows, columns = map(int, tensors["weight_shape"].tolist())
     codes = _bytes_of(tensors["weight_packed"])[:, : -(-columns // form.block)].contiguous()
@@ -286,7 +291,7 @@ def _packed_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) ->
         zeros = _unpacked(zeros.T.contiguous(), scheme.bits).T[:rows].contiguous()
     elif zeros is not None:
         zeros = zeros + form.zero
-    if groups is not None and int(groups.min()) < 0:  # written by tools that do not use it
+    if groups is not None and int(groups.min()) < 0:  # tools write this field and do not use it
         groups = None
     return _matrix(scheme, (form, codes), scales, zeros, groups)
 
@@ -295,7 +300,8 @@ def _mxfp4_matrix(scheme: WeightScheme, tensors: Mapping[str, torch.Tensor]) -> 
     """Read the matrices of all experts. A scale is a power of two."""
     codes, exponents = tensors["blocks"], tensors["scales"]
     codes = codes.reshape(-1, codes.shape[-2] * codes.shape[-1])
-    # The exponent of bfloat16 has the same 8 bits; 0 is 2^-127 here, which is below its normal range.
+    # The exponent of bfloat16 has the same 8 bits. The value 0 means 2^-127, which is below the normal range
+    # of bfloat16.
     scales = (exponents.to(torch.int16) << 7).masked_fill(exponents == 0, 1 << 6).view(torch.bfloat16)
     return _matrix(scheme, (FP4, codes), scales.reshape(len(codes), -1))
 

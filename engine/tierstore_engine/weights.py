@@ -1,7 +1,7 @@
 """Load, seed and digest the weights of a model.
 
 :mod:`tierstore_engine.layer_weights` has the tensors, :mod:`tierstore_engine.weight_slots` the place of each
-checkpoint tensor in them. Weights that a checkpoint has quantised stay so
+checkpoint tensor in them. Weights that are quantised in a checkpoint stay quantised
 (:class:`~tierstore_engine.quantised.QuantisedMatrix`), or are expanded when they are read.
 """
 
@@ -31,7 +31,8 @@ _DIGEST_STEP_BYTES = 64 << 20
 
 
 def open_weights(source: Path, *, mapped: bool = False) -> StoredWeights:
-    """Return the weights of a checkpoint folder or of a GGUF file. ``mapped``: they are views of the file."""
+    """Return the weights of a checkpoint folder or of a GGUF file. If ``mapped``, the weights are views of
+    the files."""
     return (GGUFWeights if source.is_file() else Checkpoint)(source, mapped=mapped)
 
 
@@ -45,7 +46,7 @@ def stored_numbers(
         generator = torch.Generator("cpu")
         for slot in slots(config, weights):
             assert isinstance(slot.tensor, torch.Tensor)
-            # Random numbers depend on strides.
+            # The order of random numbers depends on the strides of a tensor.
             numbers = torch.empty_strided(
                 slot.tensor.shape, slot.tensor.stride(), dtype=slot.tensor.dtype, device="cpu"
             )
@@ -69,7 +70,7 @@ def load_weights(
 ) -> ModelWeights:
     """Return the weights of a checkpoint, in ``config.dtype``. Quantised weights stay quantised unless
     ``expand``; a GPU computes with them by ``kernels``. This needs memory for the weights and one tensor.
-    ``on_disk``: matrices stay in their files (:mod:`tierstore_engine.weights_on_disk`).
+    With ``on_disk``, matrices stay in their files (:mod:`tierstore_engine.weights_on_disk`).
 
     Raises :class:`ModelError` for a tensor that is missing, unreadable or of another shape.
     """
@@ -87,7 +88,7 @@ def load_weights(
 
 
 def _codes(slots_: Iterable[Slot]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of matrices that stay as they are stored."""
+    """Yield the bytes of matrices that are used in the form in which they are stored."""
     for slot in slots_:
         if isinstance(slot.tensor, QuantisedMatrix):
             for _, inner, rows, packed in slot.tensor.parts():
@@ -122,7 +123,8 @@ def check_tensors(config: ModelConfig, source: Path) -> None:
 
 def _stored_names(config: ModelConfig, checkpoint: StoredWeights) -> Callable[[str], str]:
     """Return a function from a tensor's name to its name in the checkpoint. Some families have names of their
-    own. In models that also take images the text part has a prefix; Nemotron-H has a backbone."""
+    own. In models for images, the names of the text part have a prefix, and in Nemotron-H they begin with
+    ``backbone``."""
 
     if config.names.renamed:
         return lambda name: stored_name(config, name)
@@ -142,7 +144,7 @@ def stored_name(config: ModelConfig, name: str) -> str:
 
 
 def meta_weights(config: ModelConfig) -> ModelWeights:
-    """Return weights without memory, for their shapes and places."""
+    """Return weights that have shapes and places, and no memory."""
     return allocate(config, "meta")
 
 
@@ -209,7 +211,7 @@ def _bytes_of(matrix: Matrix, digest: xxhash.xxh3_128) -> Iterator[torch.Tensor]
 
 
 def weights_bytes(config: ModelConfig) -> int:
-    """Return the memory that the weights take if they are not quantised."""
+    """Return the memory that the weights need if they are not quantised."""
     sizes = []
     for slot in slots(config, meta_weights(config)):
         assert isinstance(slot.tensor, torch.Tensor)
@@ -217,11 +219,12 @@ def weights_bytes(config: ModelConfig) -> int:
     return sum(sizes)
 
 
-# Standard deviation of each kind of random matrix, in units of 1/√(inputs). Q and K let attention pick few of
-# very many tokens. o and down outweigh the newest token's own embedding: otherwise that alone would decide
-# the next token, and the text would soon repeat itself. The head spreads the logits, so that ties are rare.
+# Standard deviation of each kind of random matrix, in units of 1/√(inputs). Q and K are large enough for
+# attention to select a few of very many tokens. o and down are large enough to outweigh the newest token's
+# own embedding. Otherwise this embedding alone would decide the next token, and the text would soon repeat
+# itself. The head spreads the logits, so that ties are rare.
 _GAINS = {
-    "embed_tokens.weight": 3.0,  # a tied embedding is also the head
+    "embed_tokens.weight": 3.0,  # a tied embedding is also used as the head
     "lm_head.weight": 3.0,
     "q_proj.weight": 2.2,
     "k_proj.weight": 2.2,
@@ -230,12 +233,13 @@ _GAINS = {
     "output_linear.weight": 2.0,
 }
 _STATE_DECAY = 0.02
-"""Approximate part of its state that a recurrent layer forgets per token, so that a few hundred tokens
-count."""
+"""About this part of its state is forgotten by a recurrent layer of random weights at each token, so that
+several hundred tokens have an influence."""
 
 
 def _seed(slot: Slot, config: ModelConfig, generator: torch.Generator, seed: int) -> None:
-    """Fill a slot so that the greedy continuation depends on the whole context, as in a trained model."""
+    """Fill a slot with random numbers. They are scaled so that the greedy continuation depends on the whole
+    context, as in a trained model."""
     generator.manual_seed(xxhash.xxh3_64_intdigest(slot.name.encode(), seed) >> 1)
     kind, tensor = ".".join(slot.name.split(".")[-2:]), slot.tensor
     assert isinstance(tensor, torch.Tensor)
