@@ -30,8 +30,8 @@ _JOINED_MLP = (("mlp.input_linear", "mlp.gate_up_proj"), ("mlp.output_linear", "
 
 
 def llama(raw: Raw, *, partial: bool = False, biases: str = "attention_bias", **changes: Any) -> ModelConfig:
-    """Return a Llama with ``changes``. ``partial`` allows a RoPE that rotates a part of each head. ``biases``
-    is the field that gives all projections of attention a bias.
+    """Return the configuration of a Llama with ``changes``. ``partial`` allows a RoPE that rotates a part of
+    each head. ``biases`` is the field that gives all projections of attention a bias.
 
     >>> sizes = {"vocab_size": 32, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
     >>> llama({**sizes, "num_hidden_layers": 1, "max_position_embeddings": 64}).head_dim
@@ -258,7 +258,7 @@ def _ernie(raw: Raw) -> ModelConfig:
 def _hunyuan(raw: Raw) -> ModelConfig:
     rope = rope_fields(raw)
     alpha = rope.get("alpha")
-    if rope_kind(rope) == "dynamic" and alpha:  # stretches the base once, for all lengths
+    if rope_kind(rope) == "dynamic" and alpha:  # the base is stretched once, for all lengths
         head_dim = int(
             raw.get("head_dim") or positive(raw, "hidden_size") // positive(raw, "num_attention_heads")
         )

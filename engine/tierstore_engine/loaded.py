@@ -27,9 +27,10 @@ from tierstore_engine.weights import FileStates
 @dataclass(frozen=True)
 class OpenModel:
     """A model without its weights. ``source`` is its checkpoint folder or GGUF file, and ``folder`` has its
-    tokenizer and chat template; both are None for a preset. ``expand``: quantised weights are expanded.
-    ``on_disk``: weights stay in their files. ``heads`` is the number of ranks that share its heads, and
-    ``parts`` that of the parts of each sequence's tokens (:mod:`tierstore_engine.ranks`)."""
+    tokenizer and chat template; both are None for a preset. With ``expand``, quantised weights are expanded
+    when they are read. With ``on_disk``, weights stay in their files. ``heads`` is the number of ranks that
+    share the model's heads, and ``parts`` the number of parts of each sequence's tokens
+    (:mod:`tierstore_engine.ranks`)."""
 
     config: ModelConfig
     tokenizer: Tokenizer
@@ -44,7 +45,7 @@ class OpenModel:
 
     @property
     def ranks(self) -> int:
-        """Return the number of processes that compute it."""
+        """Return the number of processes that compute the model."""
         return self.heads * self.parts
 
     @property
@@ -76,8 +77,8 @@ class LoadedModel:
         return self.config.kv_spec(chunk_tokens=chunk_tokens)
 
     def identity(self, spec: KVSpec) -> Identity:
-        """Return the identity of this model's pages. It differs for different weights, shapes, RoPE or KV
-        formats."""
+        """Return the identity of this model's pages. Models with different weights, shapes, RoPE or KV
+        formats have different identities."""
         config = self.config
         return Identity.of(
             spec,
@@ -118,6 +119,6 @@ def make_memory(pool: PagePool, config: ModelConfig) -> Memory:
     from tierstore_engine.attention.cuda_states import CudaDeltaStates, CudaMamba2States
     from tierstore_engine.kernels.cupy_launcher import CupyLauncher
 
-    launcher = CupyLauncher(pool.device)  # first: its error says what is missing
+    launcher = CupyLauncher(pool.device)  # imported first, because its error says what is missing
     kind = CudaDeltaStates if config.mamba is None else CudaMamba2States
     return kind(pages_on_device(pool), pool.spec, config, launcher)

@@ -12,8 +12,8 @@ from tierstore_engine.keeper import PageKeeper
 from tierstore_engine.outputs import RequestId
 from tierstore_engine.sequence import Sequence
 
-_AHEAD_BYTES = 256 << 20  # in flight or held, for waiting requests
-_AHEAD_REQUESTS = 16  # requests that are prepared; later ones are not
+_AHEAD_BYTES = 256 << 20  # the most bytes of waiting requests that are being prefetched or are held
+_AHEAD_REQUESTS = 16  # how many requests are prepared; later ones are not
 
 
 @dataclass(slots=True)
@@ -27,8 +27,8 @@ class _Ahead:
 
 
 class LookAhead:
-    """Prefetch pages on disk for the first waiting requests, once each, in their order, as far as that is
-    worthwhile. Belongs to the engine's thread."""
+    """Prefetches pages on disk for the first waiting requests, in their order and once each, if that saves
+    time. Belongs to the engine's thread."""
 
     def __init__(self, keeper: PageKeeper) -> None:
         self._keeper = keeper
@@ -74,7 +74,7 @@ class LookAhead:
 
     def fetching(self, sequence: Sequence) -> bool:
         """Return whether pages of other hosts are being fetched for the sequence, so that it should be
-        admitted later. Call it before admission. Without other hosts this is free."""
+        admitted later. Call it before admission. This takes no time if there are no other hosts."""
         if not self._connector.remote or not self._connector.keeps:
             return False
         if sequence.request_id not in self._ahead:
@@ -83,8 +83,8 @@ class LookAhead:
         return fetching is not None and not fetching.done
 
     def give_up(self) -> bool:
-        """Drop prefetched pages of waiting requests, because the memory is needed. Return whether there were
-        any."""
+        """Drop prefetched pages of waiting requests, because the memory is needed. Return whether any page
+        was dropped."""
         held = [ahead for ahead in self._ahead.values() if ahead.transfer is not None]
         for ahead in held:
             self._drop(ahead)

@@ -1,12 +1,12 @@
-"""Mamba-1: a state of each channel, whose decay and additions every token chooses.
+"""Mamba-1: each channel has a state. Every token decides how much the state decays, and what is added to it.
 
-With a step ``Δ > 0`` of each channel, a key ``B`` and a query ``C`` of all channels, and the channels' values
-``x`` after a convolution::
+A token has a step size ``Δ > 0`` for each channel, a key ``B`` and a query ``C`` for all channels, and the
+channels' values ``x`` after a convolution::
 
     S  ←  exp(Δ a) S + B ⊗ Δ x              and the token reads      Sᵀ C + d x
 
-``a`` (below 0) differs for every entry of ``S``, so tokens are always taken one by one. Sums are float32.
-:mod:`tierstore_engine.states` describes the pages.
+``a`` (below 0) differs for every entry of ``S``, so tokens are always taken one by one. Sums are computed in
+float32. :mod:`tierstore_engine.states` describes the pages.
 """
 
 from __future__ import annotations

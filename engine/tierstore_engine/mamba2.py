@@ -1,7 +1,7 @@
-"""Mamba-2: a state that every token adds to, and that decays by a factor of each token.
+"""Mamba-2: a state to which every token adds, and which decays by a factor that each token decides.
 
-Each head has a matrix ``S``. A token writes to it by ``B`` and reads from it by ``C``. With a step ``Δ > 0``
-and values ``x``::
+Each head has a matrix ``S``. A token writes to it by ``B`` and reads from it by ``C``. With a step size ``Δ >
+0`` and values ``x``, a token computes::
 
     S  ←  exp(-Δ a) S + B ⊗ Δ x             and the token reads      Sᵀ C + d x
 
@@ -37,12 +37,11 @@ class Mamba2States(ABC):
         terms: Mamba2Terms,
         layout: BatchLayout,
     ) -> torch.Tensor:
-        """Take a layer's states through the tokens of the layout's spans. Return what the tokens read,
-        float32 ``[tokens, heads, head_dim]``. The pages then have the states after the spans, or will have
-        them.
+        """Update a layer's states with the tokens of the layout's spans. Return the tokens' outputs, float32
+        ``[tokens, heads, head_dim]``. The pages then have the states after the spans, or will have them.
 
-        ``channels [tokens, channels]`` go into the convolution. ``steps [tokens, heads]`` are the steps
-        before their bias. Both are in the model's dtype.
+        ``channels [tokens, channels]`` are the input of the convolution. ``steps [tokens, heads]`` are the
+        step sizes before their bias is added. Both are in the model's dtype.
         """
 
 

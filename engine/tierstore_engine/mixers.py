@@ -28,7 +28,7 @@ from tierstore_engine.step import SeenInputs
 
 Rotations: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
-_LATENT_EPSILON = 1e-6  # for the norms of latents, independent of the model's other norms
+_LATENT_EPSILON = 1e-6  # the epsilon in the norms of latents, independent of the model's other norms
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,8 @@ class SelfAttention:
             attended = self._attention.attend(self._layer, queries, layout)
         else:
             attended, lse = self._attention.attend_with_lse(self._layer, queries, layout)
-            # A sink's part of the softmax has no value, so the rest is scaled by its share.
+            # The sink's part of the softmax has no value, so the output is scaled by the share of the other
+            # parts.
             attended = attended * each(torch.sigmoid, lse - weights.sinks.float()).unsqueeze(-1).to(
                 attended.dtype
             )
@@ -146,8 +147,8 @@ def _warmth(positions: torch.Tensor, temperature: Temperature) -> torch.Tensor:
 
 
 class CrossAttention:
-    """One layer with keys and values of an encoder's rows, which do not depend on tokens. Its outputs have
-    trained factors. It computes only rows that see an input."""
+    """One layer with keys and values of an encoder's rows, which do not depend on tokens. The outputs have
+    trained factors. Only rows that see an image are computed."""
 
     def __init__(
         self,
@@ -166,8 +167,8 @@ class CrossAttention:
         self._norm = pointwise.norm
 
     def remember(self, new: Iterable[tuple[Sequence[int], torch.Tensor]]) -> None:
-        """Write the keys and values of embeddings ``[rows, hidden_size]`` to their pages. The rest of the
-        last page is zeros, so that equal inputs have equal pages."""
+        """Write the keys and values of embeddings ``[rows, hidden_size]`` to their pages. The unused part of
+        the last page is zero, so that equal inputs have equal pages."""
         weights, shape = self._weights, (2, self._config.kv_heads, self._config.head_dim)
         for pages, embedding in new:
             keys, values = linear(embedding, weights.kv).view(len(embedding), *shape).unbind(1)
@@ -211,8 +212,9 @@ class LatentAttention:
     """One layer with latents, in the absorbed form.
 
     A head's matrices for keys and values are applied to its queries and to its attention output, instead of
-    to the latents. So attention reads latents, and only latents are stored. With ``qᵢ`` a head's query, ``K``
-    and ``V`` its matrices and ``c`` a latent: ``qᵢ·(K c) = (Kᵀ qᵢ)·c``, and ``Σ pⱼ (V cⱼ) = V Σ pⱼ cⱼ``.
+    to the latents. Attention therefore reads latents, and only latents are stored. If ``qᵢ`` is a head's
+    query, ``K`` and ``V`` its matrices and ``c`` a latent: ``qᵢ·(K c) = (Kᵀ qᵢ)·c``, and ``Σ pⱼ (V cⱼ) = V Σ
+    pⱼ cⱼ``.
     """
 
     def __init__(self, layer: int, config: ModelConfig, weights: LatentWeights, attention: Attention) -> None:
@@ -226,7 +228,7 @@ class LatentAttention:
         self._rope = config.rope
 
     def compute(self, hidden: torch.Tensor, layout: BatchLayout, positions: Positions) -> torch.Tensor:
-        """Compute like :meth:`SelfAttention.compute`, with latents in the pages."""
+        """Do the same as :meth:`SelfAttention.compute`, with latents in the pages."""
         self.remember(hidden, layout, positions)
         latent, weights = self._latent, self._weights
         inner = hidden
@@ -295,7 +297,8 @@ class SharedBlock:
         return linear(given, self._weights.out)
 
 
-def _changed(matrix: Matrix, changes: Sequence[LowRank]) -> Any:  # weights have the type of stored matrices
+# the annotation of these weights is the type of stored matrices
+def _changed(matrix: Matrix, changes: Sequence[LowRank]) -> Any:
     return ChangedMatrix(matrix, changes) if changes else matrix
 
 

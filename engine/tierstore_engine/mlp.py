@@ -1,6 +1,7 @@
-"""The part of a layer that handles each token alone: an MLP, mostly a gated one, or a mixture of experts.
+"""The part of a layer that computes each token separately: an MLP, usually a gated one, or a mixture of
+experts.
 
-In a mixture the router chooses experts for each token. The tokens are then sorted by expert, so that an
+In a mixture, the router chooses experts for each token. The tokens are then sorted by expert, so that an
 expert computes all of its tokens in one product. No token is dropped. The outputs are summed for each token
 in the order in which the router chose.
 """
@@ -82,7 +83,7 @@ class MLPs:
         if experts.scaled_input:
             entering = entering * scores
         held = weights.held
-        # Other ranks compute the experts that are not here.
+        # Other ranks compute the experts that this rank does not have.
         produced = torch.empty_like(entering) if len(held) == experts.count else torch.zeros_like(entering)
         start = 0
         for expert, count in enumerate(counts):

@@ -1,8 +1,8 @@
 """The decoder: it turns token ids into the logits of chosen rows, and stores what layers remember in pages.
 
-A layer is a mixer, which looks at the past (:mod:`~tierstore_engine.mixers`, :mod:`~tierstore_engine.delta`,
-:mod:`~tierstore_engine.mamba2`), and an MLP or a mixture of MLPs (:mod:`~tierstore_engine.mlp`). The
-configuration names both for each layer. One decoder serves all families.
+A layer is a mixer, which reads earlier tokens (:mod:`~tierstore_engine.mixers`,
+:mod:`~tierstore_engine.delta`, :mod:`~tierstore_engine.mamba2`), and an MLP or a mixture of MLPs
+(:mod:`~tierstore_engine.mlp`). The configuration names both for each layer. One decoder serves all families.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Model:
     """A decoder over paged memory, with one :data:`Memory` for each layer group. Not thread-safe, because the
     memories own buffers.
 
-    With a predictor, ``outputs`` are the inputs of the head in the last step, ``[tokens, hidden_size]``.
+    If the model has a predictor, ``outputs`` are the inputs of the head in the last step, ``[tokens,
+    hidden_size]``.
     """
 
     def __init__(
@@ -72,20 +73,20 @@ class Model:
         ranks: Ranks | None = None,
         split: TokenSplit | None = None,
     ) -> None:
-        """With ``ranks``, ``config`` and ``weights`` are the share of one rank. With ``split``, the model
-        computes the rows of one part. All ranks compute each step."""
+        """If there are ``ranks``, ``config`` and ``weights`` are the share of one rank. If there is a
+        ``split``, the model computes the rows of one part. All ranks compute each step."""
         self.config = config
         self._ranks = ranks
         self.split = split
         self.device = device
         self._adapter_rows = AdapterRows()
         self._weights = adapted(weights, adapters, self._adapter_rows, device)
-        # The operations of the first attention suit the device of all.
+        # The operations of the first attention are used for all layers, because all are on one device.
         attention = next((memory for memory in memories if isinstance(memory, Attention)), None)
         self._pointwise = Pointwise.of(config) if attention is None else attention.pointwise(config)
         self._product = None if attention is None or not config.arithmetic else attention.product(config)
         self._mlps = MLPs(config, self._pointwise)
-        with self._bits():  # they take exponentials of weights
+        with self._bits():  # these layers use exponentials of weights
             self._mixers = [self._mixer(layer, memories) for layer in range(len(weights.layers))]
         self.outputs: torch.Tensor | None = None
         head_dim = config.latent.rope_dim if config.latent is not None else config.head_dim
@@ -136,7 +137,7 @@ class Model:
         """Do nothing: on the CPU everything is done when :meth:`compute` returns."""
 
     def close(self) -> None:
-        """Do nothing: there is only memory."""
+        """Do nothing: a decoder has memory only, and no processes."""
 
     @torch.inference_mode()
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -217,7 +218,8 @@ class Model:
             if index + 1 in self.config.beside:
                 earlier = given
                 continue
-            if index + 1 in self.config.fed:  # the residual stream goes around a shared block
+            # the output of a shared block is not added to the residual stream
+            if index + 1 in self.config.fed:
                 normed = _normed(pointwise, hidden + given, weights[index + 1].mixer_norm)
                 continue
             if index in self.config.beside:
@@ -233,7 +235,7 @@ class Model:
                 if layer.mlp_post_norm is not None:
                     given = pointwise.norm(given, layer.mlp_post_norm)
             given = self._scaled(given)
-            if index + 1 == layers.stop:  # the next norm, and its rows, are not known here
+            if index + 1 == layers.stop:  # the next norm, and its rows, are not known at this place
                 return hidden + given
             hidden, normed = _added(pointwise, hidden, given, weights[index + 1].mixer_norm)
         return hidden
@@ -261,7 +263,8 @@ class Model:
         return Positions(step.positions, rotations)
 
     def _begin(self, layer: int) -> None:
-        """Record that the weights of a layer are read now; those of the head come after the last layer."""
+        """Record that the weights of a layer are read now. The weights of the head come after the last
+        layer."""
         if self._weights.stream is not None:
             self._weights.stream.begin(layer)
 

@@ -1,7 +1,7 @@
 """Copy tensors between the host and a device without waiting.
 
-A copy from or to ordinary memory waits for everything on the device's stream. So these copies use memory
-pinned by torch, which reuses it.
+A copy from or to ordinary memory waits for everything on the device's stream. These copies therefore use
+memory that torch pins and reuses.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` in host memory; on the CPU the same tensor. Its data is valid after a wait for its
     device's stream.
 
-    Keep the result only shortly: torch notes the stream with the pinned memory and uses it when the memory is
-    freed, so the result must not outlive the stream. Copy data that is kept longer.
+    Keep the result for a short time only. Torch stores the stream with the pinned memory and uses it when the
+    memory is freed, so the result must not outlive the stream. Copy data that you keep longer.
     """
     return tensor.to("cpu", non_blocking=True)

@@ -38,8 +38,8 @@ def open_engine(
     settings: EngineSettings,
     **arguments: Any,
 ) -> Engine:
-    """Read the weights of ``opened`` and ``draft`` and return the engine. ``arguments`` are further ones of
-    :func:`~tierstore_engine.build.build_engine`, whose errors it raises."""
+    """Read the weights of ``opened`` and ``draft`` and return the engine. ``arguments`` are further arguments
+    of :func:`~tierstore_engine.build.build_engine`, whose errors it raises."""
     if draft is not None:
         check_draft(draft.config, opened.config)
     model = load_model(opened)

@@ -1,7 +1,7 @@
 """The decoder's operations between matrix products and attention, in torch: on any device, exactly.
 
-On a GPU :class:`~tierstore_engine.kernels.operations.PointwiseKernels` does them in one launch instead of up
-to eight.
+On a GPU, :class:`~tierstore_engine.kernels.operations.PointwiseKernels` computes them in one launch instead
+of up to eight.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from torch.nn.functional import pad, silu
 from tierstore_engine.config import ModelConfig
 from tierstore_engine.products import bits_are_same
 
-_WHOLE = 64  # numbers: two of torch's longest vectors of 2-byte numbers
+_WHOLE = 64  # the padding in numbers: two of torch's longest vectors of 2-byte numbers
 
 
 def each(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Return ``function`` of each number of ``x``, for a function that is not exact: an exponential, say.
+    """Return ``function`` of each number of ``x``. Use it for functions that are not exact, such as
+    exponentials.
 
-    torch computes most numbers in vectors, and the rest by other instructions, with other bits. Which
-    numbers are the rest depends on how many rows there are. Within
-    :func:`~tierstore_engine.products.same_bits`, rows are padded until there is no rest.
+    Torch computes most numbers in vectors, and the remaining numbers by other instructions, which give other
+    bits. Which numbers remain depends on the number of rows. Within
+    :func:`~tierstore_engine.products.same_bits`, rows are padded so that no number remains.
 
     >>> each(torch.exp, torch.zeros(1, 3))
     tensor([[1., 1., 1.]])

@@ -1,5 +1,5 @@
-"""Model shapes with seeded random weights, for running without a checkpoint, because weights cannot be
-shipped.
+"""Model shapes with seeded random weights, to run without a checkpoint, because this package cannot contain
+weights.
 
 Random weights produce no language, but they cost as much as real ones, and their keys and values are moved,
 stored and compared like any others.
@@ -36,7 +36,7 @@ _TINY = ModelConfig(
     dtype="float32",
 )
 
-# One small model of each family. They differ in what their layers remember.
+# One small model of each family. The models differ in the kinds of their layers.
 
 _FULL, _WINDOW, _CHUNK, _LATENT, _STATE = (
     LayerKind.FULL_ATTENTION,
@@ -193,8 +193,8 @@ _DEMO = ModelConfig(
     rope=RopeConfig(theta=500000.0),
 )
 
-# As deep as a real model and small otherwise: it shows how 16-bit rounding adds up over many layers. (The
-# width is Qwen2.5-0.5B's; with narrower rows torch's CPU kernels round one row like a thousand.)
+# As deep as a real model and small otherwise: this model shows how 16-bit rounding adds up over many layers.
+# (The width is Qwen2.5-0.5B's; with narrower rows torch's CPU kernels round one row like a thousand.)
 _DEEP = ModelConfig(
     vocab_size=BYTE_VOCAB_SIZE,
     hidden_size=896,
@@ -207,7 +207,7 @@ _DEEP = ModelConfig(
     dtype="bfloat16",
 )
 
-# The KV of an 8B model in 8 layers, with small weights: it shows what long contexts cost.
+# The KV of an 8B model in 8 layers, with small weights: this model shows the cost of long contexts.
 _WIDE = ModelConfig(
     vocab_size=BYTE_VOCAB_SIZE,
     hidden_size=512,

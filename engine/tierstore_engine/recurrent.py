@@ -23,8 +23,8 @@ from tierstore_engine.llama_like import llama
 
 
 def _granite_hybrid(raw: Raw) -> ModelConfig:
-    """Read Granite 4.0-H: Mamba-2 and attention, the latter mostly without rotation. In a layer without
-    experts, the MLP beside the experts is the only one."""
+    """Read Granite 4.0-H: Mamba-2 and attention, the latter mostly without rotation. A layer without experts
+    has only the MLP that otherwise stands beside the experts."""
     width = positive(raw, "shared_intermediate_size")
     experts = None
     if raw.get("num_local_experts"):
@@ -85,8 +85,8 @@ def _step_limits(raw: Raw) -> tuple[float, float | None]:
 
 
 def _nemotron_h(raw: Raw) -> ModelConfig:
-    """Read Nemotron-H: its blocks are a mixer (Mamba-2, or attention without rotation) or an MLP. A layer
-    here is a mixer's block with the MLP block that follows it, if there is one."""
+    """Read Nemotron-H: its blocks are a mixer (Mamba-2, or attention without rotation) or an MLP. Here, a
+    mixer's block and the MLP block that follows it, if there is one, are read as one layer."""
     names = blocks(raw) or [str(each) for each in raw.get("layer_types") or ()]
     unknown = sorted(set(names) - {*_MIXERS, "mlp", "moe"})
     if unknown or not names:
@@ -199,7 +199,7 @@ def _falcon_h1(raw: Raw) -> ModelConfig:
         bare_layers=tuple(layers[::2]),
         beside=tuple(layers[1::2]),
         embed_scale=_factor(raw, "embedding_multiplier"),
-        # Values have the factor of attention's input once, and scores twice.
+        # The factor of attention's input applies once to values, and twice to scores.
         mixer_scales=(
             entering * _factor(raw, "attention_out_multiplier"),
             _factor(raw, "ssm_out_multiplier"),
@@ -213,8 +213,7 @@ def _falcon_h1(raw: Raw) -> ModelConfig:
 
 
 def _zamba2(raw: Raw) -> ModelConfig:
-    """Read Zamba2: Mamba-2, before some of whose layers comes a use of a shared block. A use is a layer
-    here."""
+    """Read Zamba2: Mamba-2, with uses of shared blocks before some layers. A use is read as a layer."""
     raw = {**_ZAMBA2, **raw, "model_type": "zamba2", "mlp_bias": raw.get("add_bias_linear", False)}
     raw["intermediate_size"] = raw.get("intermediate_size") or 4 * positive(raw, "hidden_size")
     adapted = bool(raw["use_shared_attention_adapter"])
@@ -222,7 +221,7 @@ def _zamba2(raw: Raw) -> ModelConfig:
     refused = {
         "layers_block_type": blocks(raw) is None,
         "num_key_value_heads": adapted and grouped,
-        "rms_norm_eps": raw["rms_norm_eps"] != 1e-5,  # Mamba-2's own norm has this one in any case
+        "rms_norm_eps": raw["rms_norm_eps"] != 1e-5,  # Mamba-2's own norm always has this epsilon
         "use_conv_bias": not raw["use_conv_bias"],
         "use_long_context": raw["use_long_context"],
     }

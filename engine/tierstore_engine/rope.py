@@ -36,8 +36,8 @@ class Rope:
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Return ``x [tokens, heads, head_dim]`` rotated. As many dimensions are rotated as there are cosines.
-    Dimension i pairs with i + half of them."""
+    """Return ``x [tokens, heads, head_dim]`` rotated. The number of rotated dimensions is the number of
+    cosines. Dimension i is rotated together with dimension i plus half of that number."""
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     low, high = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-high, low), dim=-1) * sin
@@ -45,8 +45,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 
 
 def paired_by_halves(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return ``x``, in whose first ``width`` dimensions 2i pairs with 2i + 1, in the order of dimensions that
-    :func:`rotate` needs. If queries and keys are both reordered, their products stay the same."""
+    """Reorder the first ``width`` dimensions of ``x``, in which 2i is rotated together with 2i + 1, for
+    :func:`rotate`. If queries and keys are both reordered, their products stay the same."""
     return torch.cat((x[..., :width:2], x[..., 1:width:2], x[..., width:]), dim=-1)
 
 
@@ -64,8 +64,8 @@ def inverse_frequencies(config: RopeConfig, rotary_dim: int) -> torch.Tensor:
 
 
 def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Apply Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones kept, those between
-    blended."""
+    """Apply Llama 3.1's scaling: long wavelengths are stretched by ``factor``, short ones are kept, and those
+    between are blended."""
     low, high = config.low_freq_factor, config.high_freq_factor
     turns = config.original_max_positions * frequencies / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
@@ -73,8 +73,8 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(frequencies: torch.Tensor, config: RopeConfig, rotary_dim: int) -> torch.Tensor:
-    """Apply YaRN's scaling. It is like Llama 3.1's, with a ramp between the pair that turns ``beta_fast``
-    times within the original positions and the pair that turns ``beta_slow`` times."""
+    """Apply YaRN's scaling. The scaling is like Llama 3.1's, with a ramp between the pair that turns
+    ``beta_fast`` times within the original positions and the pair that turns ``beta_slow`` times."""
 
     def pair_that_turns(times: float) -> float:
         around = config.original_max_positions / (times * 2 * math.pi)

@@ -16,7 +16,7 @@ from tierstore_engine.tokenizer import Tokenizer
 
 
 class Roster:
-    """Create sequences, fork them and drop them.
+    """Creates sequences, forks them and drops them.
 
     A fork is either in the scheduler's queues, or *follows* another sequence: it waits for that sequence's
     next token, to share its pages then.
@@ -36,7 +36,8 @@ class Roster:
         self._tokenizer = tokenizer
         self._drafter = drafter
         self._sequences: dict[RequestId, Sequence] = {}
-        self._followers: dict[RequestId, list[Sequence]] = {}  # by the sequence that they will share with
+        # the followers, by the sequence with which they will share pages
+        self._followers: dict[RequestId, list[Sequence]] = {}
         self._next_id = 0
         self._preemptions = 0  # of ended sequences
 
@@ -89,7 +90,7 @@ class Roster:
         return sequence
 
     def queue(self, sequence: Sequence) -> None:
-        """Let the sequence wait for its turn."""
+        """Add the sequence to the scheduler's queues."""
         self._scheduler.add(sequence)
 
     def fork(self, parent: Sequence, *, seed: int | None) -> Sequence:
@@ -106,15 +107,14 @@ class Roster:
         return child
 
     def share_with_followers(self, sequence: Sequence) -> list[Sequence]:
-        """Let the followers of a completely computed ``sequence`` continue beside it, with its pages. Return
-        them."""
+        """Let the followers of a completely computed ``sequence`` continue, with its pages. Return them."""
         followers = self._followers.pop(sequence.request_id, [])
         for child in followers:
             self.share(sequence, child)
         return followers
 
     def share(self, parent: Sequence, child: Sequence) -> None:
-        """Let a fork continue beside its parent, or wait for room like a parked sequence."""
+        """Let a fork continue with its parent's pages, or wait for room like a parked sequence."""
         if self._keeper.share(parent, child):
             self._scheduler.adopt(child)
         else:
@@ -128,11 +128,11 @@ class Roster:
             self._drafter.forget(sequence)
         for following in self._followers.values():
             if sequence in following:
-                following.remove(sequence)  # it had no page yet and was in no queue
+                following.remove(sequence)  # a follower has no page yet and is in no queue
                 sequence.state = SequenceState.FINISHED
                 return
         self._scheduler.remove(sequence, save=save)
-        # One follower computes by itself, and the others follow it.
+        # One follower computes its tokens itself, and the other followers then follow this one.
         followers = self._followers.pop(sequence.request_id, [])
         if followers:
             self._scheduler.add(followers[0])

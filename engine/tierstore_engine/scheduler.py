@@ -130,8 +130,8 @@ class Scheduler:
         self._prompts.add(sequence)
 
     def adopt(self, sequence: Sequence) -> None:
-        """Add a sequence that shares the pages of another sequence. If all slots are taken, the new sequence
-        releases the pages and waits."""
+        """Add a sequence that shares another one's pages. If all slots are taken, release the pages and let
+        it wait."""
         if not self._full:
             insort(self.admitted, sequence, key=_place)
         else:
@@ -289,8 +289,8 @@ class Scheduler:
         return None if all(other.held for other in self.admitted) else WaitReason.PREEMPTED
 
     def _elsewhere(self, sequence: Sequence) -> WaitReason | None:
-        """Return the source from which a sequence's pages arrive sooner than they could be computed. The
-        sequence is admitted when they have arrived. Return None if it waits for no such pages."""
+        """Return the source from which a sequence's pages arrive sooner than they could be computed, or None.
+        The sequence is admitted when they have arrived."""
         if self._ahead.promised(sequence):
             return WaitReason.PROMISE
         if self._computing_for(sequence) is not None:
@@ -380,8 +380,8 @@ class Scheduler:
         self._ahead.look(waiting)
 
     def _admit_computed(self, prompts: Iterable[PendingPrompt]) -> None:
-        """Admit requests with one token left to compute, if there is room for the strict prefix. These
-        requests are decoded beside other work, and take no turn from a prompt."""
+        """Admit requests with one token left to compute, if there is room for the strict prefix. They are
+        decoded beside other work."""
         waiting = sorted((p for p in prompts if p.waits), key=lambda prompt: prompt.entry.place)
         if self._prompts.short_of_room and waiting and self._prompts.in_strict_prefix(waiting[0].entry.place):
             return
@@ -478,8 +478,8 @@ class Scheduler:
         return decodes + self._prefills(sequences, self._settings.prompt_tokens)
 
     def _beside(self, arriving: list[Sequence], taken: int) -> list[Work]:
-        """Return the work beside the batch. Sequences that have begun continue. The oldest other sequences
-        begin, as long as the step has room for their tokens."""
+        """Return the work beside the batch. Sequences that have begun continue. The oldest others begin, as
+        long as the step has room for their tokens."""
         begun = [self._next(s) for s in arriving if s.partial is not None]
         room = self._settings.batch_tokens - taken - sum(item.tokens for item in begun)
         work = []
@@ -571,7 +571,7 @@ class Scheduler:
         return work
 
     def requeue(self, sequence: Sequence, *, preempted: bool = True) -> None:
-        """Put an admitted sequence, which has released its pages, back into the waiting queue."""
+        """Move an admitted sequence without pages to the waiting queue."""
         self.admitted.remove(sequence)
         if preempted:
             self._preempted.add(sequence.request_id)

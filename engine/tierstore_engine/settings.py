@@ -20,7 +20,7 @@ class EngineSettings:
 
     - ``prefill_chunk``: prompt tokens of one sequence per step. Chunks end at its multiples, so equal prompts
       are cut equally wherever a cached prefix ends.
-    - ``max_sequences``: sequences that have pages at once.
+    - ``max_sequences``: the most sequences that have pages at the same time.
     - ``max_batch_tokens``: tokens of one step at most; all but ``max_sequences - 1`` of them are for prompts.
       0 means one prefill chunk beside decoding.
     - ``plan``: how a hit is used. ``both-ends`` loads it from its back while its front is computed,
@@ -82,7 +82,7 @@ class EngineSettings:
     @property
     def prompt_tokens(self) -> int:
         """Return how many tokens of a step prompts may take. The others are reserved for answers, independent
-        of their current number. So an answer takes nothing from a prompt that came before it."""
+        of their current number. An answer therefore takes no tokens from a prompt that came before it."""
         return self.batch_tokens - self.max_sequences + 1
 
     def checkpoint_distance(self, spec: KVSpec) -> int:

@@ -1,8 +1,8 @@
-"""The formats of quantised weights: how the bytes of a matrix become numbers, in torch.
+"""The formats of quantised weights: how torch converts the bytes of a matrix to numbers.
 
-Formats of safetensors files have scales beside the bytes; those of GGUF files have them among the bytes. The
-compiled part (``tierstore/native/decode.c``) and the CUDA kernels (``kernels/weights.cuh``) know the same
-formats, by :attr:`WeightFormat.name`, and compute the same numbers bit for bit.
+Formats of safetensors files have scales in a tensor of their own. Formats of GGUF files have the scales among
+the bytes. The compiled part (``tierstore/native/decode.c``) and the CUDA kernels (``kernels/weights.cuh``)
+know the same formats, by :attr:`WeightFormat.name`, and compute the same numbers bit for bit.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 @dataclass(frozen=True, slots=True)
 class WeightFormat:
     """A way to pack numbers. ``block`` numbers take ``block_bytes`` bytes. ``decode`` turns uint8
-    ``[rows, bytes]`` into numbers ``[rows, columns]``; with scales these are codes, and ``zero`` is the code
-    of 0 unless a matrix has zeros of its own. ``dtype`` is that of numbers that are not packed."""
+    ``[rows, bytes]`` into numbers ``[rows, columns]``; if there are scales, the results are codes, and
+    ``zero`` is the code of 0 unless a matrix has its own zeros. ``dtype`` is the dtype of numbers that are
+    not packed."""
 
     name: str
     block: int
@@ -32,7 +33,7 @@ def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
 
 
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same numbers below 0
 
 
 def _fp4(packed: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ def _halves(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(packed: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the fields of ``width`` bits of all bytes: first the lowest of every byte."""
+    """Return the fields of ``width`` bits of all bytes: first the lowest field of every byte."""
     shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
     return packed.unsqueeze(-2) >> shifts.unsqueeze(-1) & (1 << width) - 1
 
@@ -110,8 +111,8 @@ def _q8_0(block: torch.Tensor) -> torch.Tensor:
 
 
 def _k_scales(packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the eight scales and the eight minima, of 6 bits each, in 12 bytes. The last four of both have
-    their two upper bits in the bytes of the first four."""
+    """Return the eight scales and the eight minima, of 6 bits each, in 12 bytes. The two upper bits of the
+    last four scales and minima are in the bytes of the first four."""
     first, second, rest = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat((first & 63, rest & 15 | first >> 6 << 4), dim=-1)
     minima = torch.cat((second & 63, rest >> 4 | second >> 6 << 4), dim=-1)

@@ -39,7 +39,7 @@ from tierstore_engine.quantised import LowRank, Matrix, MatrixKernels, Quantised
 def allocate(
     config: ModelConfig, device: str, *, keep: bool = False, kernels: MatrixKernels | None = None
 ) -> ModelWeights:
-    """Return weights to be filled. ``keep`` makes matrices that stay quantised, with ``kernels``."""
+    """Return weights to be filled. With ``keep``, quantised matrices stay quantised, and use ``kernels``."""
     if keep and config.names.fused_qkv == "heads":
         raise ModelError(
             "weights of an architecture that mixes the rows of Q, K and V are rearranged when they are read: "

@@ -39,13 +39,13 @@ from tierstore_engine.weight_formats import dense_format
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of checkpoint tensor ``name``. ``inputs`` is how many numbers each of its outputs sums up.
+    """The place of checkpoint tensor ``name``. ``inputs`` is how many numbers are summed for each output.
 
     If a checkpoint tensor fills several slots, ``members`` are (first, stop, total): the tensor has the rows
     of ``total`` heads for each KV head, and the slot ``[kv_heads, stop - first, head_dim, …]`` some of them.
 
-    ``swapped``: a checkpoint has the matrices as ``[in, out]`` unless they are quantised. So has the slot,
-    unless they stay quantised.
+    If ``swapped``, a checkpoint has matrices as ``[in, out]`` unless they are quantised. The slot has the
+    same order, unless matrices stay quantised.
     """
 
     name: str
@@ -106,7 +106,7 @@ def _unquantised(stored: torch.Tensor, dtype: torch.dtype, swapped: bool) -> Pac
 
 
 def _viewed(stored: torch.Tensor) -> PackedMatrix:
-    """Return a matrix of these numbers as they are stored."""
+    """Return a matrix of these numbers in their stored form."""
     rows = stored.flatten(0, -2)
     return PackedMatrix(dense_format(rows.dtype), rows.view(torch.uint8))
 
@@ -159,7 +159,7 @@ def predictor_names(config: ModelConfig) -> PredictorNames:
 
 
 def _layer_slots(config: ModelConfig, layers: Sequence[LayerWeights]) -> Iterator[Slot]:
-    uses: list[int] = []  # the numbers of the layers that use shared blocks
+    uses: list[int] = []  # the numbers of those layers that use shared blocks
     for index, layer in enumerate(layers):
         number = config.stored_number(index)
         if isinstance(layer.mixer, SharedBlockWeights):
@@ -347,7 +347,8 @@ _SHARED = "shared_transformer."
 
 
 def _shared_slots(config: ModelConfig, weights: SharedBlockWeights, *, whole: bool) -> Iterator[Slot]:
-    """Yield the slots of one use of a shared block; unless ``whole``, without those that all uses share."""
+    """Yield the slots of one use of a shared block. Leave out the slots that all uses share, unless
+    ``whole``."""
     yield Slot("linear.weight", weights.out)
     names = ("self_attn.linear_q", "self_attn.linear_k", "self_attn.linear_v")[: len(weights.qkv_changes)]
     changes = zip(names, weights.qkv_changes, strict=True)
@@ -392,7 +393,7 @@ def _mlp_slots(config: ModelConfig, prefix: str, weights: MLPWeights) -> Iterato
 def _gate_and_up(
     config: ModelConfig, rows: int, names: tuple[str, str] = ("gate_proj", "up_proj")
 ) -> list[tuple[str, slice]]:
-    """Return the rows that the gate and the up projection take in one matrix, by their names."""
+    """Return the rows of the gate and of the up projection in their common matrix, by their names."""
     gate, up = names
     if not config.gated_mlps:
         return [(up, slice(0, rows))]

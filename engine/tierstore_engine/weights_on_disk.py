@@ -1,11 +1,12 @@
-"""Weights that stay in their file: read one layer ahead of the computation, and dropped behind it.
+"""Weights that stay in their file. A layer's weights are read while the layer before it is computed, and
+dropped afterwards.
 
 The file is mapped, and products read the mapped bytes as they are stored (:class:`PackedMatrix
 <tierstore_engine.quantised.PackedMatrix>`). While a layer is computed, a thread reads the next one into the
 page cache, and the layer before leaves memory and page cache. After the last layer comes the head, and then
-the first layer of the next step. So at most three layers take memory at a time, and a step takes at least the
-time in which the disk reads all weights, however many sequences it has. FlexGen (arXiv:2303.06865, section
-4.1) orders its work in this way: many sequences share the reading of each layer.
+the first layer of the next step. At most three layers therefore take memory at the same time. A step takes at
+least the time in which the disk reads all weights, for any number of sequences. FlexGen (arXiv:2303.06865,
+section 4.1) orders its work in this way: many sequences share the reading of each layer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import torch
 
 from tierstore.units import MIB
 
-_MERGED_BYTES = 1 * MIB  # a smaller gap between two tensors is read, too
+_MERGED_BYTES = 1 * MIB  # a gap between two tensors that is smaller is read, too
 _PAGE = mmap.PAGESIZE
 
 
@@ -34,12 +35,13 @@ class MappedFile:
         self.path = file
         self._fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         weakref.finalize(self, os.close, self._fd)
-        self.data = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)  # torch takes no read-only memory
+        self.data = mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY)  # torch accepts no read-only memory
         self.bytes = torch.frombuffer(self.data, dtype=torch.uint8)
         self._address = self.bytes.data_ptr()
 
     def place(self, tensor: torch.Tensor) -> tuple[int, int] | None:
-        """Return where in the file the tensor's bytes begin and end; None if they are elsewhere.
+        """Return where in the file the tensor's bytes begin and end. Return None if the bytes are not in this
+        file.
 
         >>> import tempfile
         >>> file = Path(tempfile.mkdtemp()) / "weights"
@@ -57,8 +59,8 @@ class MappedFile:
         os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_WILLNEED)
 
     def drop(self, start: int, stop: int) -> None:
-        """Free the memory of these bytes, as far as they fill pages. They are read again when they are
-        used."""
+        """Free the memory of those pages that these bytes fill completely. The bytes are read again when they
+        are used."""
         first, end = -(-start // _PAGE) * _PAGE, stop // _PAGE * _PAGE
         if first < end:
             self.data.madvise(mmap.MADV_DONTNEED, first, end - first)

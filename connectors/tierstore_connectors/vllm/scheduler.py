@@ -358,8 +358,7 @@ class SchedulerHalf:
         )
 
     def _explain(self, misses: MissReporter, tracked: TrackedRequest, reused: int) -> None:
-        """Report why the tokens after the ``reused`` ones are missed, on another thread if the store must
-        answer."""
+        """Report why the tokens after the ``reused`` ones are missed. Another thread asks the store."""
         name, tokens = tracked.request.request_id, tracked.request.num_tokens
         chunks = self._most_chunks(tracked) * self.groups.chunk_tokens
         lookup = tracked.lookup
@@ -381,8 +380,7 @@ class SchedulerHalf:
         return 0 if limited < answer and self.groups.with_names else limited
 
     def _look_up(self, first: TrackedRequest) -> None:
-        """Start to look up this request, together with other waiting requests, if the daemon can be
-        asked."""
+        """Start to look up this request and other waiting ones, if the daemon can be asked."""
         if first.looked_up:
             return
         first.looked_up = True
