@@ -173,9 +173,8 @@ def choose(
         return []
     elsewhere = _Elsewhere(space, wanted)
     candidates = _Candidates(space, units, fixed, joining=joining)
-    hopeless = {
-        slot_bytes(nbytes)
-    }  # size classes whose pages are not moved; moving pages of the wanted class gains nothing
+    # Size classes whose pages are not moved. Moving pages of the wanted class would gain nothing.
+    hopeless = {slot_bytes(nbytes)}
     chosen: list[Window] = []
     tried = 0
     again = True
