@@ -1,24 +1,24 @@
 /* The lossless codec of float pages: encode and decode, a page at a time. tierstore/codec.py says what it is for.
  *
- * A page is cut into blocks of 8 KiB. Each is taken for numbers of one kind, whichever makes it smallest, so nobody has
- * to say what a page holds, and a page may hold several kinds. A number is turned left by one bit, which puts its
- * exponent on top and its sign at the bottom:
+ * A page is cut into blocks of 8 KiB. Each block is encoded as numbers of the one kind that makes it smallest. The
+ * caller therefore need not know the kinds of numbers in a page. A number is rotated left by one bit, so that its
+ * exponent is at the top and its sign at the bottom:
  *
  *     bfloat16   eeeeeeee mmmmmmms        the upper byte is the symbol
- *     float16    eeeeemmm mmmmmmms        of the upper byte 5 bits are the symbol, 3 are kept as they are
+ *     float16    eeeeemmm mmmmmmms        5 bits of the upper byte are the symbol, 3 are stored unchanged
  *     float32    eeeeeeee mmm…mms         the uppermost of four bytes is the symbol
  *
- * Mantissas do not compress: their bytes are kept, plane by plane. Of the symbols, a block's most frequent 1, 3, 7 or 15
- * have codes of 0 … 4 bits, whatever is smallest, and the last code says that the symbol is in a list behind them.
- * A Huffman code would be 5 % smaller. Codes of one width are unpacked with shifts of whole registers and looked up in
- * one, several times as fast.
+ * Mantissas do not compress: their bytes are stored unchanged, plane by plane. The most frequent 1, 3, 7 or 15 symbols of
+ * a block have codes of 0 … 4 bits, and the encoder takes the width that makes the block smallest. The last code says
+ * that the symbol is in a list after the codes. A Huffman code would be 5 % smaller. Codes of one width are decoded
+ * several times as fast: whole registers are shifted, and one register is the table.
  *
  * Block:   kind | width << 4 (u8), escapes (u16), symbols (1 byte each: 1 where width is 0, else 2^width - 1),
  *          groups of 256 numbers: planes of lower bytes (256 each), the 3 bits (96 bytes; float16), codes (32 * width),
  *          then the escaped symbols in order, then the block's last bytes that fill no group.
  *          Or: kind RAW and the bytes; or kind SAME and one byte, which all are.
  *
- * The decoder believes nothing: it writes the page and nothing else, and reads what it was given and nothing else.
+ * The decoder trusts no input: damaged bytes never make it write outside the page or read outside the given bytes.
  */
 
 #include <stddef.h>

@@ -30,7 +30,7 @@
 #pragma GCC diagnostic ignored "-Wpsabi" /* vectors are passed between inlined functions only */
 #endif
 
-/* What native/__init__.py was written for: it refuses a library that was built from another version of this. */
+/* The version of these functions. native/__init__.py refuses a library with another version. */
 #define INTERFACE 7
 
 #define LANES 8
@@ -1133,7 +1133,7 @@ INLINE void convolve(const struct convolution *of, size_t token) {
     }
 }
 
-/* ---- all of them, for this processor --------------------------------------------------------------------- */
+/* ---- the functions for this processor --------------------------------------------------------------------- */
 
 #define FOR_EACH_TASK(name, of, call) \
     static void name(struct of *work) { \

@@ -74,7 +74,7 @@ static void fence(void) {}
 #define PRIME_MX1 0x165667919E3779F9ULL
 
 #define STRIPE 64
-#define BLOCK 1024 /* 16 stripes: each moves on by 8 bytes of the 192 in SECRET, and 64 are used */
+#define BLOCK 1024 /* 16 stripes; each uses 64 of the 192 bytes of SECRET, 8 bytes further than the stripe before */
 #define SECRET_BYTES 192
 
 static const uint8_t SECRET[SECRET_BYTES] = {
