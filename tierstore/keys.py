@@ -434,7 +434,7 @@ class Prompt:
         return self._names
 
     def pages_at(self, group: int, ends: Sequence[int]) -> Prompt:
-        """Return the pages of a group with named pages that end at these tokens."""
+        """Return those pages of a layer group (one with named pages) that end at the tokens ``ends``."""
         # No ``pages_before``: superseded pages are evicted first, wherever they are in the prompt.
         names = self.names_of(group, ends)
         return Prompt.named_pages(self.identities[group], names, chunk_tokens=self.chunk_tokens)

@@ -186,7 +186,7 @@ def _message(data: bytes) -> Iterator[tuple[int, Any]]:
         elif wire == 2:
             length = varint()
             if at + length > len(data):
-                raise ValueError("it ends within a field")
+                raise ValueError("the message ends within a field")
             yield number, data[at : at + length]
             at += length
         elif wire in (1, 5):

@@ -6,8 +6,8 @@ each connection, each would need its own page tables: 2 MiB per GiB of the arena
 The first HBM pool of a device registers the mapping with the device's driver, for all pools. The registration
 takes about as long as filling the page tables. A thread registers after the page tables are filled, because
 the driver then holds its locks, which computing threads may need, for a shorter time. No load waits for the
-registration, because recomputing pages could be faster than waiting. Until then, loads use plain copies,
-which are slower.
+registration, because recomputing pages could be faster than waiting. Before the registration has ended, loads
+use plain copies, which are slower.
 
 Memory must be unregistered from the driver before it is unmapped. When the last reference to the ``Memory``
 is dropped (every running copy has one), a thread unregisters the mapping and then unmaps it.

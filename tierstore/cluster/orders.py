@@ -113,7 +113,7 @@ class Publish(AgentOrder):
 
 class DeleteKeys(AgentOrder):
     """Delete the shared keys that a :class:`~tierstore.types.Forgettable` covers, and the keys of ``scopes``
-    (tenant and model). Until :class:`Resume`, the agent makes and uses no such key."""
+    (tenant and model). The agent makes and uses no key of these scopes until :class:`Resume` arrives."""
 
     id: int
     tenant: Text | None

@@ -266,8 +266,8 @@ class Residency:
         self.drop_damaged(page, Tier.DISK)
 
     def damaged_in_host(self, page: Page) -> None:
-        """Stop serving a host copy whose bytes are not those of the saved page. Free its place, unless pages
-        behind it are held; then a later save fills it again."""
+        """Stop serving a host copy whose bytes are not those of the saved page. Free the copy's slot. If
+        pages after this page are held, keep the slot, and a later save fills it again."""
         self._counters.damaged_pages += 1
         self._index.set_damaged(page, Tier.HOST)
         self.drop_damaged(page, Tier.HOST)

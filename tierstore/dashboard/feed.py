@@ -72,7 +72,7 @@ class Feed:
         self._past: deque[tuple[float, dict[str, tuple[Number, ...]]]] = deque()
         self._latest = b""
         self._number = 0  # number of the latest event
-        self._changed = asyncio.Event()  # set by the next sample, and then replaced by a new one
+        self._changed = asyncio.Event()  # an event that the next sample sets and replaces by a new event
         self._came = asyncio.Event()
         self._closed = False
         self._task: asyncio.Task[None] | None = None

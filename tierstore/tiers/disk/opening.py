@@ -488,7 +488,8 @@ class _Opening:
             _log.info("disk tier: removed %d forgotten pages from %s", len(records), self._directory.path)
 
     def _is_resized(self, meta: StoreMeta) -> bool:
-        """Return whether pages may be in slots of an extent space of another size or unit."""
+        """Return whether the disk may still have pages that were written when the extent space had another
+        size or unit."""
         slots = (meta.extent_bytes, self._unit_before)
         return meta.moving or slots != (self._layout.extent_bytes, meta.unit_bytes)
 

@@ -496,7 +496,7 @@ class _PagesInMemory:
     ) -> None:
         self.buffers = buffers or [PageBuffer(view) for _, view in pages]
         self.aligned = all(buffer.aligned for buffer in self.buffers)
-        # the first byte of the extent space after all pages
+        # the offset in the extent space after the last of these pages
         self.end = max((record.place + slot_bytes(record.room) for record, _ in pages), default=0)
         self._extents = [
             Extent(record.place, buffer.nbytes)

@@ -26,7 +26,7 @@ from tierstore_tools.processes import core_seconds, memory_bytes, shared_bytes
 
 Progress = Callable[[str], None]
 _ANSWER_S = 300.0
-_LOOKUP_PAGE_BYTES = 4096  # small: only the lookup counts
+_LOOKUP_PAGE_BYTES = 4096  # pages are small here, because only the lookup is measured
 _LOOKUPS = 5  # per prompt and round
 _SPARE_BYTES = 256 << 20  # a daemon has twice the saved bytes, and this
 

@@ -460,7 +460,7 @@ class Examination:
                 identity = self._identity(row)
                 yield _name(serial, identity, int(starts[row]), int(rows["tokens"][row]))
                 continue
-            # The record is damaged, but its facts may still have its parent.
+            # The page's record is damaged, but the separate table of facts may still name the page's parent.
             tokens = self.inventory.damaged.get(serial, 0)
             facts = int(_find(self.inventory.facts["serial"], np.array([serial], np.uint64))[0])
             above = self.inventory.facts["parent"][facts : facts + 1].astype(np.uint64)
