@@ -157,9 +157,9 @@ class Prompt:
     tokens say nothing about earlier tokens.) The name of the page of a partial last chunk covers the tokens
     of that chunk. Such a page is found only by a hit that ends exactly at the page's end.
 
-    **Cross attention** has named pages for each of the prompt's ``inputs``. The names of these pages depend
-    on the input alone. Other keys and names do not depend on the inputs, so the tokens behind an input must
-    differ between inputs.
+    **Cross attention** has named pages for each of the prompt's ``inputs``. The name of such a page depends
+    on the input alone, and not on tokens. Other keys and names do not depend on the inputs, so the tokens
+    behind an input must differ between inputs.
 
     **Embeddings** are named pages, too (:meth:`of_input`). Their names hash the content of the input
     (``root``) in the place of tokens.

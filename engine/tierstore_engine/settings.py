@@ -82,7 +82,8 @@ class EngineSettings:
     @property
     def prompt_tokens(self) -> int:
         """Return how many tokens of a step prompts may take. The others are reserved for answers, independent
-        of their current number. An answer therefore takes no tokens from a prompt that came before it."""
+        of their current number. Decoding therefore never reduces the tokens of a step that prompts may
+        take."""
         return self.batch_tokens - self.max_sequences + 1
 
     def checkpoint_distance(self, spec: KVSpec) -> int:

@@ -207,7 +207,7 @@ class RemoteLookups:
         sound: bool,
     ) -> Lease:
         """Return the lease that an answer gives on pages of ``request``. If the answer is not ``sound``,
-        release the daemon's lease and return an empty one."""
+        release the daemon's lease and return an empty lease."""
         handle = handle_in(link, found.path, found.known)
         pages = -(-found.tokens // request.chunk_tokens)
         if found.lease and pages > 0 and sound and pages == sum(count for _, count in found.tiers):

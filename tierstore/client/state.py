@@ -121,7 +121,7 @@ def link_of(lease: Lease) -> DaemonLink | None:
 
 def handle_in(link: DaemonLink, path: int, known: int) -> PrefixHandle | None:
     """Return the handle that an answer gives: over this link, ``path`` is the daemon's number for the first
-    ``known`` chunks of the prompt. Return None if there are no such chunks."""
+    ``known`` chunks of the prompt. Return None if the daemon knows no chunk of the prompt."""
     return PrefixHandle(link, path, known) if path and known > 0 else None
 
 

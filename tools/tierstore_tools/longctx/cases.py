@@ -156,7 +156,8 @@ def _measured_bytes(model: LoadedModel, sizes: Sizes, settings: LongContext) -> 
 
 
 def _parts_of(engine: Engine, tokens: int) -> tuple[RankedPart, ...]:
-    """Return the parts of an engine after its first ``tokens`` tokens."""
+    """Return what each part of an engine with several ranks has sent and holds, after the engine has computed
+    ``tokens`` tokens."""
     if not isinstance(engine.model, RankedRunner):
         return ()
     large = engine.connector.pools[0].large_pages
