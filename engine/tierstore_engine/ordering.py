@@ -100,8 +100,8 @@ class Spent:
 
 
 def passed(entries: Iterable[WaitingEntry], spent: Spent, seconds: float, *, admitted: bool = True) -> None:
-    """Count the time of a step of ``seconds`` against ``entries``. Either all of these have room, or none
-    has."""
+    """Count the time of a step of ``seconds`` against ``entries``. Either all of these requests have slots
+    and pages, or none has."""
     for entry in entries:
         entry.overtaken_s += seconds * spent.overtakes(entry.place, admitted=admitted)
 

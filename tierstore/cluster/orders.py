@@ -19,8 +19,8 @@ class AgentOrder(msgspec.Struct, tag=True, array_like=True):
 
 class PromptPages(msgspec.Struct, array_like=True):
     """The whole chunks of a prompt, from its beginning on. Each chunk has 16 bytes of ``keys`` and
-    ``chunk_tokens`` uint32 of ``tokens``. With ``named``, these are named chunks, with ``depth`` pages of the
-    prompt before them."""
+    ``chunk_tokens`` uint32 of ``tokens``. With ``named``, the chunks are found by name, and ``depth`` pages
+    of the prompt come before the first of them."""
 
     identity: IdentityFields
     page_bytes: int

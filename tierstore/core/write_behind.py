@@ -13,7 +13,8 @@ disk is slower than the engine.
 
 If the disk fails, the batch is undone, the queue is emptied, and nothing is written until the disk works
 again. The writing thread also probes a failed disk, because it has nothing else to do then and no caller
-waits for it. Pages that were not written meanwhile are written later if the host tier still has them.
+waits for it. Pages that were not written while the disk had failed are written later, if the host tier still
+has them.
 """
 
 from __future__ import annotations

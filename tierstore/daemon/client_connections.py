@@ -291,7 +291,7 @@ def _rule(part: p.NamedPart) -> GroupRule:
 
 
 def checked_wait(wait_s: float) -> float:
-    """Return ``wait_s``, in seconds. Raise :class:`Refusal` if it is out of range."""
+    """Return ``wait_s``, in seconds. Raise :class:`Refusal` if ``wait_s`` is out of range."""
     if not 0 <= wait_s <= p.MOST_WAIT_S:
         raise Refusal("usage", f"wait_s must lie between 0 and {p.MOST_WAIT_S:.0f} seconds, got {wait_s}")
     return wait_s

@@ -231,7 +231,8 @@ class BlockConverter:
         chunks = np.array([chunk for chunk, _ in pages], np.int64)
         starts = np.array([address for _, address in pages], np.uint64)
         wanted = np.ones_like(chunks, bool) if self._skipped is None else chunks != self._skipped
-        count = chunks.shape[1] * self._pieces // self._tables  # blocks in memory, in each block table
+        # the number of blocks in memory for each block table
+        count = chunks.shape[1] * self._pieces // self._tables
         shape = (len(pages), self._tables, count)
         wanted = np.repeat(wanted, self._pieces, axis=1).reshape(shape)
         numbers = (chunks[:, :, None] * self._pieces + np.arange(self._pieces)).reshape(shape)

@@ -540,9 +540,9 @@ class SchedulerHalf:
                 tracked.stale = False
 
     def _time_prefill(self, output: Any) -> None:
-        """Measure for the planner how long prefill takes for a prompt that is computed without other
-        requests. The time ends when the second decode step is scheduled, because with asynchronous scheduling
-        the first decode step is scheduled before prefill has ended."""
+        """Measure for the planner how long prefill takes for a prompt that is computed alone. The measured
+        time ends when the second decode step is scheduled, because with asynchronous scheduling the first
+        decode step is scheduled before prefill has ended."""
         scheduled = output.num_scheduled_tokens
         timed, self._timed = self._timed, None
         if len(scheduled) != 1:
