@@ -123,8 +123,7 @@ class Engine:
     There are three ways to use an engine:
 
     - Call ``add``, then ``step`` until ``has_work`` is False.
-    - Iterate over ``stream`` or call ``generate``. ``stream`` and ``generate`` call ``step``, and may be
-      mixed and nested.
+    - Iterate over ``stream`` or call ``generate``, which call ``step``. They may be mixed and nested.
     - Iterate over ``astream`` from one event loop, and call no other method at the same time.
     """
 
