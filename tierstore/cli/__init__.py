@@ -8,6 +8,8 @@ names contain the units. Each subcommand has its own file and imports its depend
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Annotated
 
 from tierstore.cli import (
@@ -34,8 +36,15 @@ app = make_app()
 
 def main() -> None:
     """Run the command and end the process."""
-    with one_line_errors("tierstore"):
-        app()
+    try:
+        with one_line_errors("tierstore"):
+            app()
+    except SystemExit as end:
+        if "obstore" not in sys.modules:
+            raise
+        # obstore's threads still run. They can crash the interpreter while it shuts down.
+        sys.stderr.flush()
+        os._exit(end.code if isinstance(end.code, int) else 0)
 
 
 @app.callback()
