@@ -467,7 +467,7 @@ def build_draft_model(
 
 
 def check_draft(draft: ModelConfig, model: ModelConfig) -> None:
-    """Raise :class:`UsageError` for models with different vocabularies."""
+    """Raise :class:`UsageError` for models with different vocabularies or with cross attention."""
     if model.cross is not None or draft.cross is not None:
         raise UsageError("--draft MODEL does not work with cross attention: give --draft prompt-lookup")
     if draft.vocab_size != model.vocab_size:

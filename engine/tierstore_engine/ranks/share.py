@@ -101,7 +101,7 @@ def kv_heads_of(config: ModelConfig, share: Share) -> range:
 
 
 def divides_attention(config: ModelConfig) -> bool:
-    """Return whether attention is divided by heads. Otherwise rank 0 computes it alone."""
+    """Return whether attention is divided by heads. Otherwise the first rank of each part computes it."""
     normed_together = config.qk_norm and config.qk_norm_over == "all"
     return config.attends and config.shared is None and not normed_together
 

@@ -3,7 +3,7 @@
 A generation request passes these steps. Its place and its sequences are freed in every case::
 
     body ─ place ─ parse ─ prompts (on another thread) ─ queued tokens ─ engine ─ answer
-    429/503 413/408  400     400                          429             400       200, or events
+    413/408 429/503  400     400                          429             400       200, or events
 
 While the engine works, a task listens for the client's disconnect, and a timer runs. Both end a request in
 the same way: the engine's requests are cancelled and return completions like all others.

@@ -42,7 +42,8 @@ Timed: TypeAlias = tuple[float, float]
 
 
 class Lately:
-    """Results of the requests that ended in the last minute. Used on the event loop."""
+    """Results of the requests that ended in the last minute, and token counts since the start. Use it on the
+    event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.prompt_tokens = 0
